@@ -118,6 +118,6 @@ TRACED = ["gpt2", "gpt2-scan", *more("BUDGETS", ["resnet50"])]
 
 
 @pytest.mark.parametrize("name", TRACED)
-def test_tracing_and_lowering_take_little_more_than_half_as_long_again(name):
+def test_tracing_and_lowering_take_at_most_half_as_long_again(name):
     ratio = calls(name, "widest") / calls(name, "plain")
-    assert ratio <= 1.57, ratio  # 1.53, 1.41 and 1.55
+    assert ratio <= 1.5, ratio  # 1.46, 1.34 and 1.47
