@@ -63,6 +63,10 @@ def _sums_only_weights(original: Function) -> Function:
     return write
 
 
+def _only_in_loops(original: Function) -> Function:
+    return lambda values, x: values.scope.loop and original(values, x)
+
+
 def _without_copies(original: Function) -> Function:
     return lambda numbers, first, copies: original(numbers, first, 0)
 
@@ -71,10 +75,6 @@ def _without_barrier(original: Function) -> Function:
     return lambda graph, region, eqns, _, programs: original(
         graph, region, eqns, False, programs
     )
-
-
-def _only_in_loops(original: Function) -> Function:
-    return lambda values, x: values.scope.loop and original(values, x)
 
 
 def _each_by_itself(original: Function) -> Function:
@@ -173,11 +173,6 @@ MECHANISMS = {
         "The gradient of a weight whose rows are looked up too is a float32 matmul.",
         "decide._is_summed",
         _only_in_loops,
-    ),
-    "rows": Mechanism(
-        "Rows of a half table, or the head's, are read in half, and summed in float32.",
-        "values.Values.multiplied",
-        _empty,
     ),
     "loops": Mechanism(
         "What only rearranges the constants of a scan is done before it.",

@@ -47,7 +47,6 @@ class Case:
         # Whether an operand, and a result, is too large or small for half.
         self.asks = self.result_asks = self.adds_to_carry = False
         self.bias: jc.Var | None = None
-        self.table: jc.Var | None = None
         self.vote: Any = values.half if rule is Rule.HALF else FLOAT32
         if rule is Rule.PROMOTE or rule is Rule.MOVE:
             self.asks = self._asks()
@@ -56,8 +55,8 @@ class Case:
                 self.adds_to_carry = self._adds_to_carry()
             if name == "add" and values.half in self.votes:
                 self.bias = self._bias()
-            if name == "gather":
-                self.table = self._table()
+            if name == "gather" and given[0].shared and given[0].vote == FLOAT32:
+                values.tables |= given[0].origin.roots
             self.vote = self._vote()
         self.is_half = self.has_float32_result and self.vote == values.half
         self.origins = [
@@ -205,15 +204,6 @@ class Case:
         return origins.is_normalized(
             [value.origin for value in full], [value.origin for value in small]
         )
-
-    def _table(self) -> jc.Var | None:
-        """Returns the float32 table that it reads, if a matmul reads the table too."""
-        table, first, values = self.eqn.invars[0], self.given[0], self.values
-        if not first.shared or first.vote != FLOAT32:
-            return None
-        values.tables |= first.origin.roots
-        is_read = not values.widest and table in values.multiplied
-        return table if is_read and isinstance(table, jc.Var) else None
 
     def results(self, dtype: Any, region: str) -> list[Value]:
         """Returns what is known about the results, which are computed in a dtype."""

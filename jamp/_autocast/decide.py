@@ -65,12 +65,6 @@ TABLE = (
         "An operand is a constant that half cannot hold.",
     ),
     Row(
-        lambda case: case.table is not None,
-        _HALF,
-        "table",
-        "It looks up rows of a table that a matmul also reads in half.",
-    ),
-    Row(
         lambda case: case.bias is not None,
         _HALF,
         "bias",
@@ -157,7 +151,7 @@ def decide(case: Case) -> Decision:
             break
     if row.in_half:
         is_matmul = case.rule is Rule.HALF
-        summed = summed_weight(case) if is_matmul else case.table or case.bias
+        summed = summed_weight(case) if is_matmul else case.bias
         return Decision(case.values.half, row.why, summed)
     # A norm and its statistics read two casts of the same value. Then their cotangents
     # meet in half, and XLA moves 2 to 5 % fewer bytes.

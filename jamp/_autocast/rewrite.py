@@ -39,7 +39,7 @@ from jamp._autocast.program import (
     name_stack,
     shape_of,
 )
-from jamp._autocast.sums import broadcast, repeated, rows_of, with_bias, with_weight
+from jamp._autocast.sums import broadcast, repeated, with_bias, with_weight
 from jamp._autocast.values import Value, Values
 from jamp._autocast.writer import Writer
 from jamp._core.dtypes import FLOAT32
@@ -203,23 +203,19 @@ class Rewriter(Writer):
     ) -> None:
         """Writes an equation so that the gradient of its operand `var` sums in float32.
 
-        `var` is a bias of a matmul, a weight, or a table of rows.
+        `var` is a bias of a matmul, or a weight.
         """
         half, first = self.values.half, eqn.invars[0] is var
         operands = [self.read(eqn.invars[first], half), self.read(var, FLOAT32)]
         function = with_bias
-        if eqn.primitive.name != "add":
-            operands.append(self.read(var, half))
-        if eqn.primitive.name == "gather":
-            function = rows_of(tuple(sorted(eqn.params.items())))
         if eqn.primitive.name == "dot_general":
+            operands.append(self.read(var, half))
             numbers = eqn.params["dimension_numbers"]
             function = with_weight(numbers, first, self.matmuls)
             self.matmuls += 1
         known = self.scope.written
         if not self.replace(eqn, function, operands, results, known=known):
-            dtype = FLOAT32 if eqn.primitive.name == "gather" else half
-            self._write(eqn, dtype, [x._replace(dtype=dtype) for x in results])
+            self._write(eqn, half, results)
 
     def _write_repeated(
         self, eqn: jc.JaxprEqn, var: jc.Var, results: Sequence[Value]

@@ -2,7 +2,6 @@
 
     y = add(dot_general(a, w), b)          y = with_bias(dot_general(a, w), b)
     scan { w c. y = dot_general(c, w) }    scan { w c. y = matmul(c, w, half of w) }
-    y = convert(gather(w, i))              y = rows(i, w, half of w)
     y:f32 = add(convert x, convert t)      y:f32 = add(convert x, repeated(convert t))
     scan { v w c. u = concatenate v w }    u = concatenate v w; scan { u c. }
 
@@ -14,15 +13,14 @@ sum reads it too. On a TPU, XLA fuses the sum with the cotangent.
 The gradient of a broadcast half array in a float32 addition is also a sum. It reads the
 rounded cotangent of the other operand, so that XLA does not store one in float32.
 
+The gradient of a head that shares its weight with an embedding table adds to the
+gradient of the rows, in float32.
+
 The gradient of a weight that all trips of a loop share is a sum of one matmul per trip.
 In half, separate kernels would write, read and add each matmul. XLA for CUDA adds a
 float32 matmul of half operands in the kernel that computes it, which takes two thirds
 of the bytes and rounds once less. It would merge the matmuls of several weights with
 one cotangent, and add slices of the result. Copies of the cotangent prevent this.
-
-The gradients of a table's rows add to the gradient of the head that shares the table,
-in float32. The gather reads the half copy that the head's matmul reads, or a half
-param. Float32 rows would be saved for the backward pass of the first norm.
 
 Flax concatenates the weights of an LSTM's gates in each step. XLA moves this out of the
 loop, but JAX sums the gradients of the separate weights: each trip would split the
@@ -164,26 +162,6 @@ def with_weight(numbers: Any, first: bool, copies: int) -> Callable[..., Array]:
 
     matmul.defjvp(derivative, symbolic_zeros=True)
     return matmul
-
-
-@functools.lru_cache(maxsize=256)
-def rows_of(params: tuple[tuple[str, Any], ...]) -> Callable[..., Array]:
-    """Returns a gather from a float32 table that reads a half copy of the table."""
-    gather = functools.partial(jax.lax.gather_p.bind, **dict(params))
-
-    @jax.custom_jvp
-    def rows(indices: Array, table: Array, in_half: Array) -> Array:
-        return gather(in_half, indices)
-
-    def derivative(primals, tangents):
-        (indices, _, in_half), (_, of_table, _) = primals, tangents
-        found = rows(*primals)
-        if isinstance(of_table, SymbolicZero):
-            return found, jnp.zeros_like(found)
-        return found, gather(of_table, indices).astype(in_half.dtype)
-
-    rows.defjvp(derivative, symbolic_zeros=True)
-    return rows
 
 
 def has_algorithm(half: DTypeLike) -> bool:

@@ -10,7 +10,6 @@ The *vote* of a value is the dtype that it asks for when it meets other operands
 dtype that torch's rules would give it. `decide` chooses the dtype of the computation.
 """
 
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from jamp._autocast.frames import Kind, frames_of
 from jamp._autocast.inline import inlined
 from jamp._autocast.marks import Source
 from jamp._autocast.origins import Origin, origin_of_unknown
-from jamp._autocast.primitives import Rule, Shape, is_plain, traits_of
+from jamp._autocast.primitives import Rule
 from jamp._autocast.program import (
     KEPT,
     NO_MODEL,
@@ -120,16 +119,6 @@ class Values:
         self.known = {v: self.unknown(v) for v in program.constvars}
         given = given or [self.unknown(v)._replace(shared=True) for v in program.invars]
         self.known.update(zip(program.invars, given, strict=True))
-
-    @functools.cached_property
-    def multiplied(self) -> set[jc.Var]:
-        """The values that a matmul reads, perhaps in another shape."""
-        found: set[Any] = set()
-        for eqn in reversed(self.program.eqns):
-            reshapes = traits_of(eqn.primitive.name).shape is Shape.RESHAPE
-            if is_plain(eqn) or reshapes and eqn.outvars[0] in found:
-                found |= {v for v in eqn.invars if isinstance(v, jc.Var)}
-        return found
 
     def __getitem__(self, atom: Atom) -> Value:
         """Returns what is known about a value."""

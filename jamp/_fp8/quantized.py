@@ -111,7 +111,7 @@ def _multiplied(
     a: Array, b: Array, exponent: Array, numbers: Any, half: Any, sharding: Any = None
 ) -> Array:
     """Returns a half matmul of fp8 arrays times a power of two."""
-    # The unscaled matmul may exceed float16.
+    # The unscaled product may exceed float16.
     dtype = FLOAT32 if half == jnp.float16 else half
     matmul = lax.dot_general(
         a, b, numbers, preferred_element_type=dtype, out_sharding=sharding
