@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     from jamp import fp16_utils as fp16_utils, nnx as nnx
     from jamp.diagnostics._explain import explain as explain
 
-# Names of other libraries, and what to write in their place.
+# Names from other libraries, and the hint in the error.
 _ELSEWHERE = {
     "GradScaler": "Write jamp.scaled_value_and_grad(loss_fn)(state, ...).",
     "DynamicScale": "Pass loss_scale=jamp.DynamicLossScale(...) to jamp.initialize.",
@@ -84,12 +84,12 @@ _ELSEWHERE = {
     "amp": "jamp has amp's functions itself: jamp.initialize, jamp.scale_loss.",
 }
 _LATE = ("diagnostics", "fp16_utils", "nnx")
-# What `help(jamp)` shows, and `import *` takes: NNX is loaded by neither.
+# The names for `help(jamp)` and `import *`. Neither of the two imports NNX.
 __all__ = [*filter(_is_ours, globals()), "explain"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    """Loads a room when it is first used: most programs never do."""
+    """Imports a subpackage on first use, because most programs use none of them."""
     if name == "explain":
         return importlib.import_module("jamp.diagnostics._explain").explain
     if name in _LATE:

@@ -40,7 +40,7 @@ def report() -> Iterator[str]:
 
 
 def _half(device: Any) -> str:
-    """Which half dtypes the matrix units of a device multiply."""
+    """Describes the half dtypes that the matrix units of a device multiply."""
     if device.platform == "cpu":
         return "half is correct here, and no faster"
     if device.platform == "tpu":

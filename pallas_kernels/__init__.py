@@ -1,7 +1,8 @@
 """Formulas over many arrays at once, in XLA or in Pallas GPU kernels.
 
-A formula is written once: XLA runs it on whole arrays, Pallas block by block. Functions
-take lists of arrays and keep no state. The package is private and has jamp's version.
+Each formula is a function of arrays. XLA runs it on whole arrays, and Pallas block by
+block. Functions take lists of arrays and keep no state. The package is private and has
+jamp's version.
 """
 
 from pallas_kernels._rounding import (

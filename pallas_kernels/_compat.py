@@ -8,16 +8,16 @@ from jax.extend import core
 
 
 def compute_capability(device: Any) -> tuple[int, ...]:
-    """The compute capability of an NVIDIA GPU, such as (9, 0); else ()."""
+    """Returns the compute capability of an NVIDIA GPU, such as (9, 0), or ()."""
     parts = str(getattr(device, "compute_capability", "")).split(".")
     # ROCm names architectures: "gfx942".
     return tuple(map(int, parts)) if all(map(str.isdecimal, parts)) else ()
 
 
 def varying_axes(x: Any) -> frozenset[Any]:
-    """The mesh axes along which an array or a shape differs, inside of `shard_map`."""
+    """Returns the axes of a `shard_map` along which an array or a shape varies."""
     aval = x if hasattr(x, "strip_weak_type") else jax.typeof(x)
-    manual = getattr(aval, "mat", None)  # a reference or a token has none
+    manual = getattr(aval, "mat", None)  # a reference or a token has no such attribute
     return frozenset() if manual is None else frozenset(manual.varying)
 
 

@@ -1,8 +1,8 @@
-"""Runs one formula over many leaves: in Mosaic GPU kernels where they fit, else in XLA.
+"""Runs one formula over many leaves, in XLA or in Mosaic GPU kernels.
 
 A formula is a plain function of float32 blocks. A result with the name of a column
-replaces it, one named in `reductions` is reduced over its leaf, and any other is a new
-array.
+replaces the column. A result with a name in `reductions` is reduced over its leaf. Any
+other result is a new array.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,8 +22,8 @@ type Sharding = NamedSharding | None
 BACKENDS = get_args(Backend.__value__)
 
 # Mosaic GPU compiles for NVIDIA's compute capability 9.0 (Hopper) and newer. For an
-# older one its compiler aborts the process, so the device is asked first, always; its
-# name where a program is compiled for a device that is not here.
+# older one, its compiler aborts the process, so `check_device` always runs first. A
+# device that is not here has only a name.
 _SUPPORTED_KINDS = frozenset(
     "H20 H100 H200 H800 GH200 B100 B200 B300 GB200 GB300".split()
 )
@@ -31,18 +31,18 @@ _OLDEST = (9, 0)
 
 
 class BackendError(RuntimeError):
-    """A backend that cannot run on the device."""
+    """The backend cannot run on the device."""
 
 
 class Options(NamedTuple):
     """Options of all operations.
 
     Attributes:
-        unscale: the factor on gradients, shape (), float32; None for 1.
-        skip: if true, nothing changes, shape (), bool; None for never.
-        backend: one of `BACKENDS`.
-        shardings: per leaf a NamedSharding, for a mesh of Auto axes, where tracing
-            cannot know it.
+        unscale: the factor of the gradients, shape (), float32; None means 1.
+        skip: whether to change nothing, shape (), bool; None means False.
+        backend: a name in `BACKENDS`.
+        shardings: one NamedSharding per leaf, for a mesh of Auto axes, where tracers
+            have no sharding.
     """
 
     unscale: Float[Array, ""] | None = None
@@ -62,16 +62,16 @@ def run(
     tags: Sequence[Any] | None = None,
     keys: UInt32[Array, " n"] | None = None,
 ) -> Results:
-    """Runs `job` over leaves, each a dict of arrays of one shape.
+    """Runs `job` over leaves. A leaf is a dict of arrays of one shape.
 
     Args:
-        job: the formula, and how its results are kept.
+        job: the formula, and the way in which its results are stored.
         leaves: they may have different columns and dtypes.
-        options: with `skip` all columns keep their bits, and new arrays are zero, but
-            reductions are computed. `unscale` is a number for the formula.
-        numbers: by name, as float32, of shape (), or (n,) for one per leaf.
-        tags: per leaf, a static value for the formula.
-        keys: one per leaf, where `job.stored` rounds stochastically.
+        options: with `skip`, all columns keep their bits and new arrays are zero, but
+            reductions run. The formula gets `unscale` as a number.
+        numbers: float32 numbers by name, of shape (), or (n,) for one per leaf.
+        tags: one static value per leaf for the formula.
+        keys: one key per leaf, if `job.stored` rounds stochastically.
     """
     given = {"skip": options.skip, "unscale": options.unscale, **(numbers or {})}
     given = {name: x for name, x in given.items() if x is not None}
@@ -96,7 +96,7 @@ def run(
     if backend == "xla":
         whole, every = placement == Placement(None), range(len(leaves))
         return run_in_xla(job, names, tags, whole, every, leaves, packed, table, keys)
-    from pallas_kernels import mosaic  # takes a third of a second to load
+    from pallas_kernels import mosaic  # the import takes a third of a second
 
     how = backend == "interpret", placement.mesh, placement.specs
     return mosaic.run_in_mosaic(job, names, tags, *how, leaves, packed, table, keys)
@@ -109,9 +109,9 @@ def check_backend(backend: str) -> None:
 
 
 def check_device(backend: str, arrays: Iterable[Array] = ()) -> None:
-    """Raises a BackendError for "mosaic" on a device that it cannot compile for.
+    """Raises a BackendError if Mosaic cannot compile for the device.
 
-    The device comes from the arrays' mesh, or is JAX's default.
+    The device is from the arrays' mesh, or is JAX's default.
     """
     device = jax.local_devices()[0]
     meshes = (jax.typeof(x).sharding.mesh for x in arrays)
@@ -138,9 +138,9 @@ class Placement(NamedTuple):
     """The mesh and shardings of the leaves of one call.
 
     Attributes:
-        mesh: the mesh to spread over; None on one device or inside of a `shard_map`.
-        specs: per leaf, its sharding.
-        unknown: why a kernel cannot run; empty if it can.
+        mesh: the mesh to run on; None for one device or inside a `shard_map`.
+        specs: one sharding per leaf.
+        unknown: the reason why a kernel cannot run; empty if it can.
     """
 
     mesh: Mesh | AbstractMesh | None
@@ -151,9 +151,9 @@ class Placement(NamedTuple):
 def placement_of(
     leaves: Sequence[Leaf], shardings: Sequence[Sharding] | None
 ) -> Placement:
-    """The placement of leaves, with their `shardings` on a mesh of Auto axes."""
+    """Returns the placement of leaves, given `shardings` on a mesh of Auto axes."""
     told = [s for s in shardings or () if isinstance(s, NamedSharding)]
-    # A leaf's weight, if it has one, decides on its sharding.
+    # The weight of a leaf, if there is one, has the sharding of the leaf.
     deciding = [leaf.get("weight", next(iter(leaf.values()))) for leaf in leaves]
     types = [jax.typeof(x).sharding for x in deciding]
     meshes = [s.mesh for s in (*types, *told) if not s.mesh.empty and s.mesh.size > 1]

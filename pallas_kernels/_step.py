@@ -1,7 +1,7 @@
 """An optimizer step over leaves: unscale, update moments and weights, or skip.
 
-A formula sees float32 weights and returns the updates to add to them. This module
-applies it to each way of keeping a weight.
+A formula takes float32 weights and returns their updates. This module applies it to
+each form of a weight.
 """
 
 import itertools
@@ -38,7 +38,7 @@ type Kind = Literal["own", "copied", "split"]
 
 _LOW = jnp.dtype(jnp.uint16)
 
-# The names of a param and its master in kernels.
+# The column names of a param and its master.
 _COLUMNS = {"own": ["weight"], "copied": ["copy", "weight"], "split": ["weight", "low"]}
 
 
@@ -56,14 +56,14 @@ class Weight(NamedTuple):
 
     @property
     def kind(self) -> Kind:
-        """How its master is kept."""
+        """The form of the master."""
         if self.master is None:
             return "own"
         return "split" if self.master.dtype == _LOW else "copied"
 
     @property
     def value(self) -> Array:
-        """The master, or the param itself, in float32 at least."""
+        """The master, or the param if it has none, in float32 or wider."""
         if self.master is None:
             return widen(self.param)
         split = self.kind == "split"
@@ -72,7 +72,7 @@ class Weight(NamedTuple):
 
 @jax.custom_jvp
 def join(high: Array, low: UInt16[Array, "..."]) -> Float[Array, "..."]:
-    """The float32 whose halves `split_float32` returned, bit for bit.
+    """Joins the two results of `split_float32` to the float32, bit for bit.
 
     Only the high half has a derivative.
 
@@ -92,11 +92,12 @@ join.defjvps(lambda tangent, *_: tangent.astype(jnp.float32), None)
 def split_float32(
     x: Float[Array, "..."],
 ) -> tuple[Float[Array, "..."], UInt16[Array, "..."]]:
-    """A float32 as a bfloat16 and its 16 low bits.
+    """Splits a float32 into a bfloat16 and 16 low bits.
 
-    The bfloat16 is `x` rounded to nearest, exact ties away from zero, because 16 bits
-    cannot tell apart the 65,537 floats that round to an even bfloat16. NaNs become one
-    NaN of either sign. Numbers that would round to infinity become the largest finite.
+    The bfloat16 is `x` rounded to nearest, with exact ties away from zero: 16 bits
+    cannot distinguish the 65,537 floats that round to an even bfloat16. All NaNs of a
+    sign become one NaN. A number that would round to infinity becomes the largest
+    finite one.
     """
     high, low = split_wide(computed_once(x))
     return high.astype(jnp.bfloat16), low.astype(jnp.uint16)
@@ -104,8 +105,8 @@ def split_float32(
 
 @jax.custom_jvp
 def split_wide(x: Array) -> tuple[Array, Array]:
-    """Like `split_float32`, in float32 and uint32."""
-    # On bits: a clip of floats would flush denormals on a CPU.
+    """Does the same as `split_float32`, with float32 and uint32 results."""
+    # Bit operations, because a clip of floats would flush subnormal numbers on a CPU.
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     size = bits & 0x7FFFFFFF
     size = jnp.where(size > INFINITY, NAN, jnp.minimum(size, _LARGEST))
@@ -125,26 +126,28 @@ _LARGEST = np.uint32(0x7F7F7FFF)
 
 
 class Rule(Protocol):
-    """The formula of an optimizer. Equal rules are compiled once."""
+    """The formula of an optimizer. Equal rules compile once."""
 
     def formula(
         self, s: Numbers, decays: bool, g: Array, w: Array, moments: Blocks
     ) -> tuple[Array, Blocks]:
         """Returns the float32 update of a weight, and its new moments.
 
-        `s` has numbers by name, `decays` tells whether the weight decays, `g` is its
-        unscaled gradient, `w` its master or itself, and `moments` are by name.
+        `s` has numbers by name, `decays` says whether the weight decays, `g` is the
+        unscaled gradient, `w` is the weight's float32 value, and `moments` has arrays
+        by name.
         """
         ...
 
 
 class Leaves(NamedTuple):
-    """Weights, and arrays of the same shapes.
+    """Weights, with their gradients and moments.
 
     Attributes:
         weights: the weights to step.
         grads: one per weight.
-        moments: by name, one per weight; bfloat16 is rounded stochastically.
+        moments: lists by name, with one array per weight. bfloat16 moments are rounded
+            stochastically.
         decays: whether each weight decays.
     """
 
@@ -158,9 +161,9 @@ class _Tag(NamedTuple):
     rule: Rule
     decays: bool
     storage: Kind
-    dtype: DTypeLike  # of the param
+    dtype: DTypeLike  # the dtype of the param
     gives: Literal["weights", "updates", "norms"]
-    rounded: tuple[tuple[str, int], ...]  # stochastically, and by which bits
+    rounded: tuple[tuple[str, int], ...]  # names, and the purpose of their bits
 
 
 def step(
@@ -178,8 +181,8 @@ def step(
 
     Args:
         rule, leaves, numbers, options: see `run` and `Rule.formula`.
-        count: steps taken before, shape (), for stochastic rounding.
-        salts: per leaf a 32-bit seed of its random bits; None for its place.
+        count: the number of earlier steps, shape (), for stochastic rounding.
+        salts: a 32-bit seed of the random bits per leaf; None means its index.
         rounds: whether to round bfloat16 weights without masters stochastically.
         only_updates: whether to return float32 updates instead of new weights.
 
@@ -209,10 +212,10 @@ def step_norms(
     numbers: Mapping[str, ArrayLike],
     options: Options,
 ) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
-    """Per leaf, the norms of the weight and of the update that `step` would add.
+    """Returns the norms of each weight and of its update in `step`.
 
-    Kernels compute the update again in `step`: this moves 2 B per weight more than
-    storing it, and takes no memory. XLA keeps it, 4 B per weight.
+    Kernels compute the update again in `step`. This moves 2 bytes per weight more than
+    storing the update, and needs no memory. XLA stores it, with 4 bytes per weight.
     """
     columns, tags = _columns_and_tags(rule, leaves, "norms")
     _, found = run(_NORMS, columns, options, numbers, tags)
@@ -222,7 +225,7 @@ def step_norms(
 def _columns_and_tags(
     rule: Rule, leaves: Leaves, gives: Any, rounds: bool = False
 ) -> tuple[list[Leaf], list[_Tag]]:
-    """Per leaf, its arrays by the names in kernels, and its static tag."""
+    """Returns the columns of each leaf by name, and its static tag."""
     columns, tags = [], []
     every = zip(leaves.weights, leaves.grads, leaves.decays, strict=True)
     for k, (weight, grad, decays) in enumerate(every):
@@ -241,12 +244,12 @@ def _columns_and_tags(
 
 
 def _stepped(numbers: Numbers, tag: _Tag, blocks: Blocks) -> Blocks:
-    """The rule's step, on joined weights and unscaled gradients."""
+    """Steps joined weights with unscaled gradients."""
     moments = dict(blocks)
     weight, grad = moments.pop("weight"), moments.pop("grad")
     if tag.storage == "split":
         weight = join(weight, moments.pop("low"))
-    # Norms of all leaves together are float64 where one leaf is.
+    # The norm of all leaves is float64 if one leaf is.
     numbers = {name: x.astype(weight.dtype) for name, x in numbers.items()}
     moments = {name: x.astype(weight.dtype) for name, x in moments.items()}
     grad = grad.astype(weight.dtype)
@@ -261,7 +264,7 @@ def _stepped(numbers: Numbers, tag: _Tag, blocks: Blocks) -> Blocks:
 
 
 def _stored(tag: _Tag, results: Blocks, noise: Noise | None) -> Blocks:
-    """The new weights and moments as they are kept."""
+    """Returns the new weights and moments in the form that is stored."""
     results = dict(results)
     if tag.storage == "split" and tag.gives == "weights":
         results["weight"], results["low"] = split_wide(results["weight"])

@@ -1,4 +1,4 @@
-"""Jobs, and how XLA runs them: leaf by leaf, or reduced over several leaves at once."""
+"""Jobs, and their run in XLA: leaf by leaf, or reduced over several leaves at once."""
 
 import dataclasses
 import functools
@@ -17,13 +17,13 @@ from pallas_kernels._rounding import Noise, numbers_like, strides_of
 type Blocks = dict[str, Array]
 type Leaf = Mapping[str, Array]
 type Numbers = Mapping[str, Array]
-# By number, each leaf's written columns and new arrays; and reductions by name, with a
-# value for each of these leaves, or one if the job has `totals`.
+# The written columns and new arrays of each leaf, by its number; and reductions by
+# name, with one value per leaf, or one for all if the job has `totals`.
 type Results = tuple[dict[int, Blocks], dict[str, Array]]
 type Formula = Callable[[Numbers, Any, Blocks], Blocks]
 
-# Concatenated, small leaves reduce in one kernel, and XLA fuses the concatenation, up
-# to 96 operands.
+# Concatenated small leaves reduce in one kernel. XLA fuses a concatenation of up to 96
+# operands.
 SMALL = 2**14
 _PER_BUCKET = 75
 _PER_SUM = 8  # large leaves of one shape
@@ -40,7 +40,7 @@ def widen(x: Array) -> Array:
 
 
 def saturate(x: Array, dtype: DTypeLike) -> Array:
-    """`x` within the finite range of a half dtype; NaN stays."""
+    """Clamps `x` to the finite range of a half dtype, and keeps NaN."""
     if jnp.dtype(dtype).itemsize > 2:
         return x
     limit = float(jnp.finfo(dtype).max)
@@ -48,11 +48,11 @@ def saturate(x: Array, dtype: DTypeLike) -> Array:
 
 
 def computed_once[T](values: T) -> T:
-    """Keeps XLA on the CPU from computing arrays again for each fusion that reads them.
+    """Stops XLA on the CPU from computing arrays again in each fusion that reads them.
 
     Two fusions can round differently, one with a fused multiply-add and one without, so
-    that the halves of a split would not match. A GPU has one fusion, which a barrier
-    would break up.
+    the halves of a split would not match. A GPU has one fusion, and a barrier would
+    split it.
     """
     barrier = jax.lax.optimization_barrier
     return jax.lax.platform_dependent(values, cpu=barrier, default=lambda x: x)
@@ -60,17 +60,17 @@ def computed_once[T](values: T) -> T:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Job:
-    """A formula, and how its results are kept. JAX compiles each job by identity.
+    """A formula, and the form of its results. JAX compiles each object once.
 
     Attributes:
         formula: `(numbers, tag, columns) -> results`, in float32.
-        copies: columns that are written and never read, each with the result that it
-            is rounded from.
-        reductions: results to reduce over each leaf by "sum", or by "max" if they are
-            not negative.
+        copies: columns that the job writes and does not read, each with the result from
+            which it is rounded.
+        reductions: results to reduce over each leaf with "sum", or with "max" if they
+            are not negative.
         totals: whether to reduce over all leaves, and return nothing else.
-        stored: `(tag, results, noise) -> results` before they are written, such as into
-            two halves; `noise` is for stochastic rounding.
+        stored: `(tag, results, noise) -> results`, which converts results before they
+            are written, such as to two halves. `noise` is for stochastic rounding.
     """
 
     formula: Formula
@@ -80,11 +80,11 @@ class Job:
     stored: Callable[[Any, Blocks, Noise | None], Blocks] | None = None
 
     def read(self, leaf: Leaf) -> Blocks:
-        """The columns that the formula takes, in float32 where they are half."""
+        """Returns the columns that the formula reads, with half columns in float32."""
         return {c: widen(x) for c, x in leaf.items() if c not in self.copies}
 
     def copied(self, leaf: Leaf, results: Blocks) -> Blocks:
-        """The copies that a leaf has, rounded from results in float32."""
+        """Returns the copies of a leaf, rounded from float32 results."""
         return {
             c: saturate(results[source], leaf[c].dtype).astype(leaf[c].dtype)
             for c, source in self.copies.items()
@@ -106,14 +106,14 @@ def combined(job: Job, parts: Sequence[Results]) -> Results:
 
 
 def size_of(leaf: Leaf) -> int:
-    """Elements of each of its columns."""
+    """Returns the number of elements in each column of a leaf."""
     return next(iter(leaf.values())).size
 
 
 def kinds(
     members: Sequence[int], leaves: Sequence[Leaf], tags: Sequence[Any]
 ) -> list[list[int]]:
-    """Groups leaves that one kernel can take: same columns, dtypes and tag."""
+    """Groups leaves that one kernel can process: same columns, dtypes and tag."""
     found: dict[Any, list[int]] = {}
     for k in members:
         columns = tuple([(name, x.dtype) for name, x in leaves[k].items()])
@@ -135,12 +135,12 @@ def run_in_xla(
 ) -> Results:
     """Runs the leaves `members`, in order.
 
-    Each leaf is stepped by itself: a kernel for several small leaves would wait for
-    the last of their gradients, and XLA would keep what they are computed from.
+    Each leaf has its own kernel. A kernel for several small leaves would wait for the
+    last of their gradients, and XLA would keep the operands of the others until then.
 
-    `names` first name the numbers in `packed`, which all leaves share, then a row of
-    `table`. `flattens` lets totals concatenate leaves. `keys` are for stochastic
-    rounding, and `strides` tell which part of a whole array each leaf is.
+    `names` are the names of the numbers in `packed`, which all leaves share, and then
+    of a row of `table`. `flattens` lets totals concatenate leaves. `keys` are for
+    stochastic rounding. `strides` say which part of a whole array a leaf is.
     """
     if job.totals:
         groups = kinds(members, leaves, tags)
@@ -195,7 +195,7 @@ def run_leaf(
         if skip is not None:
             x = jnp.where(skip, jnp.zeros_like(x) if old is None else old, x)
         written[name] = x
-    # After the select: before it, the copies would read the old column too.
+    # Copy after the select: before it, the copies would also read the old column.
     kept = {name: widen(x) for name, x in written.items()}
     return written | job.copied(leaf, kept), reduced
 
@@ -205,7 +205,7 @@ def _groups_to_reduce(
 ) -> list[list[Leaf]]:
     """Groups leaves of one kind that one kernel can reduce.
 
-    On one device these are leaves of one shape, and concatenations of small leaves.
+    On one device, these are leaves of one shape, and concatenations of small leaves.
     """
     if not flattens:
         return [[leaves[k]] for k in members]
@@ -227,7 +227,7 @@ def _groups_to_reduce(
 def reduce_group(
     job: Job, tag: Hashable, leaves: Sequence[Leaf], numbers: Numbers
 ) -> dict[str, Array]:
-    """The reductions over leaves of one shape, which are joined element by element."""
+    """Reduces leaves of one shape, and joins them element by element."""
     results = [job.formula(numbers, tag, job.read(leaf)) for leaf in leaves]
     return {
         name: _reduce(functools.reduce(JOIN[how], [r[name] for r in results]), how)
@@ -238,5 +238,5 @@ def reduce_group(
 def _reduce(x: Array, how: str) -> Array:
     if how == "sum":
         return jnp.sum(x)
-    # XLA's maximum on a CPU loses NaN. The sum of |x| is NaN only where an x is.
+    # XLA's maximum on a CPU loses NaN. The sum of |x| is NaN only if an x is NaN.
     return jnp.where(jnp.isnan(jnp.sum(x)), jnp.nan, jnp.max(x, initial=0))

@@ -1,6 +1,6 @@
-"""Norms of many arrays at once, and whether any element is not finite.
+"""Norms of many arrays at once, and a check for elements that are not finite.
 
-After apex's csrc/multi_tensor_l2norm_kernel.cu and multi_tensor_scale_kernel.cu.
+Based on apex's csrc/multi_tensor_l2norm_kernel.cu and multi_tensor_scale_kernel.cu.
 """
 
 import math
@@ -20,16 +20,16 @@ def norm(
     per_leaf: bool = False,
     options: Options = DEFAULTS,
 ) -> Float[Array, "..."]:
-    r"""$\sqrt{\sum x^2}$ or $\max |x|$ over all leaves, or for each, in float32.
+    r"""Returns $\sqrt{\sum x^2}$ or $\max |x|$ of all leaves or of each, in float32.
 
-    Squares of float32 and bfloat16 elements can overflow where these are finite: then
-    the norm is infinite.
+    Squares of finite float32 and bfloat16 elements can overflow. Then the norm is
+    infinite.
 
     Args:
-        leaves: arrays of floats; an empty one has norm 0.
+        leaves: arrays of floats. An empty array has norm 0.
         order: 2, or `math.inf` for the maximum.
         per_leaf: whether to return one norm per leaf.
-        options: how to run; `unscale` multiplies what is measured.
+        options: see `Options`. `unscale` multiplies the elements.
 
     >>> import jax.numpy as jnp
     >>> leaves = [jnp.array([3.0]), jnp.array([-4.0, 0.0]), jnp.zeros(0)]
@@ -37,7 +37,7 @@ def norm(
     5.0 [3. 4. 0.]
     """
     columns, tags = [{"x": x} for x in leaves], [order] * len(leaves)
-    plain = options._replace(unscale=None)  # it multiplies the norm, not the elements
+    plain = options._replace(unscale=None)  # multiply the norm instead of the elements
     _, found = run(_NORMS[order, per_leaf], columns, plain, tags=tags)
     norms = jnp.sqrt(found["norm"]) if order == 2 else found["norm"]
     return norms if options.unscale is None else norms * options.unscale
@@ -46,7 +46,7 @@ def norm(
 def found_inf(
     leaves: Sequence[Array], *, options: Options = DEFAULTS
 ) -> Bool[Array, ""]:
-    """Whether any element is inf or NaN, once multiplied by `options.unscale`.
+    """Returns whether any element times `options.unscale` is inf or NaN.
 
     >>> import jax.numpy as jnp
     >>> print(found_inf([jnp.zeros(3), jnp.array([1.0, jnp.nan])]))
@@ -66,9 +66,9 @@ def _unscaled_defects(numbers: Numbers, tag: None, columns: Blocks) -> Blocks:
     del tag
     x = columns["x"]
     x = x * numbers["unscale"].astype(x.dtype) if "unscale" in numbers else x
-    # 0 where finite, otherwise NaN, which stays NaN in a sum. A compiler may contract
-    # product and difference: a rounding error or an infinity is left. Comparisons would
-    # be more than XLA fuses into the sum of eight leaves.
+    # This is 0 for a finite x, and otherwise NaN, which a sum keeps. If a compiler
+    # contracts the product and the difference, a rounding error or an infinity remains.
+    # XLA would not fuse comparisons into the sum of eight leaves.
     return {"defects": (x - x).astype(jnp.float32)}
 
 

@@ -32,7 +32,8 @@ def state_dict(state: AmpState) -> dict[str, dict[str, float | int]]:
 def load_state_dict(state: AmpState, state_dict: Mapping[str, Any]) -> AmpState:
     """Returns the state with the loss scales of a state dict, jamp's or apex's.
 
-    Limits and window of a rule stay. Another static scale compiles the step again.
+    The limits and the window of a rule stay. A different static scale compiles the step
+    again.
     """
     check_single(state, "jamp.load_state_dict(state, state_dict)")
     names = [f"loss_scaler{i}" for i in range(len(state.loss_scales))]

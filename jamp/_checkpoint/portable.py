@@ -84,10 +84,10 @@ def to_checkpoint(state: AmpState) -> dict[str, Any]:
 def from_checkpoint(state: AmpState, checkpoint: PyTree) -> AmpState:
     """Returns the state with the values of a checkpoint, also from another opt level.
 
-    From the same level, the state has the same bits. From another level, masters,
-    moments, counters and fields do, and the params are the masters rounded to this
-    level. The loss scale moves too if both levels have a dynamic one; otherwise, it
-    starts again. Arrays are copied, so donating the state does not delete the
+    From the same level, all arrays have the same bits. From another level, masters,
+    moments, counters and fields have the same bits, and the params are the masters,
+    rounded. The loss scale moves too if both levels have a dynamic one; otherwise, it
+    starts again. The state has copies of the arrays, so donating it does not delete the
     checkpoint's.
 
     Args:
@@ -102,9 +102,9 @@ def from_checkpoint(state: AmpState, checkpoint: PyTree) -> AmpState:
 
     Raises:
         TypeError: `state` is not an AmpState, or `checkpoint` cannot be read.
-        ValueError: a newer version; another number of losses; a leaf is missing,
-            unexpected, or has another shape or dtype; or the state is replicated or an
-            ensemble. All checks come first.
+        ValueError: the version is newer; the number of losses differs; a leaf is
+            missing, unexpected, or has another shape or dtype; the state is replicated
+            or an ensemble.
     """
     check_single(state, "jamp.from_checkpoint(state, checkpoint)")
     expected = jax.eval_shape(to_checkpoint, state)
@@ -142,7 +142,7 @@ def _extra(state: AmpState) -> list[str]:
 
 
 def _fields(state: AmpState) -> dict[str, Any]:
-    """The values of the extra fields that are not None, by name."""
+    """Returns the values of the extra fields that are not None, by name."""
     values = {name: to_names(getattr(state, name)) for name in _extra(state)}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -255,7 +255,7 @@ def _check_found(
 def _scales(state: AmpState, found: dict[str, Any]) -> tuple[LossScaleState, ...]:
     """Returns the checkpoint's scales if both rules move or neither does, or new ones.
 
-    A static scale always comes from its rule.
+    A static scale is always the scale of its rule.
     """
     scales = []
     for i, rule in enumerate(state.loss_scale_rules):

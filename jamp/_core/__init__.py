@@ -1,5 +1,5 @@
 """The foundation of all packages: dtypes, trees, groups, devices, warnings.
 
 May import JAX, Flax and `pallas_kernels`, but no other package of jamp. Code belongs
-here if two packages need it and neither owns it.
+here if two packages need it and it is specific to neither.
 """

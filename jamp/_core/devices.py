@@ -19,7 +19,7 @@ from pallas_kernels._compat import compute_capability
 def check_same_devices(*named: tuple[str, Any]) -> None:
     """Raises if committed arrays are on different devices, or on different meshes.
 
-    JAX raises at the first operation on two of them, and does not name the leaves.
+    JAX would raise at the first operation on two of them, without naming the leaves.
     """
     first: dict[Any, tuple[str, Any]] = {}  # the first array on each set of devices
     for name, tree in named:
@@ -59,8 +59,8 @@ def place_like(x: Any, like: Any) -> jax.Array:
 def put(x: Any, sharding: Any) -> jax.Array:
     """Calls `jax.device_put`, or copies an array of this host to all hosts by value.
 
-    There, `jax.device_put` of JAX 0.12 makes an array without addressable shards, which
-    Orbax cannot save.
+    On several hosts, `jax.device_put` of JAX 0.12 makes an array without addressable
+    shards. Orbax cannot save such an array.
     """
     local = getattr(x, "is_fully_addressable", True)
     if sharding.is_fully_addressable or not local:
@@ -109,7 +109,7 @@ def warn_without_fp8() -> None:
 
 
 _GUARDS = ("host_to_device", "device_to_device", "device_to_host")
-# The `jax.transfer_guard` of the caller, by direction, while a function of jamp runs.
+# The caller's `jax.transfer_guard`, by direction, while a function of jamp runs.
 _callers_levels: ContextVar[list[Any] | None] = ContextVar("levels", default=None)
 
 

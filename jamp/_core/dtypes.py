@@ -18,22 +18,22 @@ CASTABLE_DTYPES = (*MODEL_DTYPES, jnp.dtype(jnp.float64))
 
 
 def is_castable(x: Any) -> bool:
-    """Whether `x` is an array (or its shape) of 16, 32 or 64-bit floats."""
+    """Returns whether `x` is an array (or its shape) of 16, 32 or 64-bit floats."""
     return hasattr(x, "dtype") and x.dtype in CASTABLE_DTYPES
 
 
 def is_float(x: Any) -> bool:
-    """Whether `x` is an array (or its shape) of floats, float8 included."""
+    """Returns whether `x` is an array (or its shape) of floats, float8 included."""
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def is_half(x: Any) -> bool:
-    """Whether `x` is an array (or its shape) in float16 or bfloat16."""
+    """Returns whether `x` is an array (or its shape) in float16 or bfloat16."""
     return hasattr(x, "dtype") and x.dtype in HALF_DTYPES
 
 
 def is_differentiable(x: object) -> bool:
-    """Whether `jax.grad` accepts `x`: a float or complex number or array."""
+    """Returns whether `jax.grad` accepts `x`: a float or complex number or array."""
     dtype = getattr(x, "dtype", None)
     if dtype is None:
         return isinstance(x, float | complex)

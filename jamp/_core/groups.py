@@ -30,12 +30,12 @@ class HasGroups(Protocol):
 
 
 def is_transformation(tx: object) -> bool:
-    """Whether `tx` is one transformation, because optax's are tuples themselves."""
+    """Returns whether `tx` is a transformation. A plain tuple may be a container."""
     return hasattr(tx, "init") and hasattr(tx, "update")
 
 
 def check_transformation(name: str, tx: object) -> None:
-    """Raises unless `tx`, the argument of the optimizer `name`, is a transformation."""
+    """Raises unless `tx`, an argument of the optimizer `name`, is a transformation."""
     if not is_transformation(tx):
         raise TypeError(f"{name} takes an optax transformation, got {tx!r}.")
 
@@ -79,7 +79,7 @@ def pack_hashable(values: Mapping[Key, Any], like: Any) -> Any:
 
 
 def is_per_group(value: object, keys: tuple[Key, ...]) -> bool:
-    """Whether a field is a mapping with the keys of the groups, and no others.
+    """Returns whether a field is a mapping with the keys of the groups, and no others.
 
     The keys of groups in a list or tuple are their positions. A sequence is never per
     group, because the NamedTuple of an optimizer can have the same length by accident.

@@ -60,7 +60,7 @@ def check_same(given: Any, expected: Any, what: str, remedy: str) -> None:
         [f"{path} is missing" for path in want if path not in have],
         [f"{path} is unexpected" for path in have if path not in want],
     )
-    # With another optimizer every name is missing or unexpected: show some of both.
+    # With another optimizer, every name is missing or unexpected: show some of both.
     mixed = filter(None, itertools.chain.from_iterable(itertools.zip_longest(*kinds)))
     problems = sorted(mixed, key=lambda d: not d.startswith("params"))
     if problems:
@@ -72,7 +72,7 @@ def check_same(given: Any, expected: Any, what: str, remedy: str) -> None:
 
 
 def _differ(path: str, x: Any, like: Any) -> list[str]:
-    if isinstance(x, list | tuple):  # may be ragged, so it has no shape
+    if isinstance(x, list | tuple):  # a ragged list has no shape
         return [f"{path} is a {type(x).__name__}, expected {like.dtype}{like.shape}"]
     if np.shape(x) != like.shape:
         return [f"{path} has shape {np.shape(x)}, expected {like.shape}"]

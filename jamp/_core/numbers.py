@@ -8,8 +8,8 @@ import numpy as np
 
 from jamp._core.tree import is_traced
 
-# In this range, a scale and its reciprocal are normal numbers of float32. A scale of 0
-# never recovers (apex issues 834 and 930), and XLA flushes a subnormal number to zero.
+# In this range, a scale and its reciprocal are normal float32 numbers. A scale of 0
+# never recovers (apex issues 834 and 930), and XLA flushes subnormal numbers to zero.
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
 
@@ -25,7 +25,7 @@ def number(value: Any, text: bool = False) -> float:
 
 
 def is_scale(value: float) -> bool:
-    """Whether float32 can represent both a loss scale and its reciprocal."""
+    """Returns whether float32 can represent both a loss scale and its reciprocal."""
     return SMALLEST_SCALE <= value <= LARGEST_SCALE
 
 
@@ -45,7 +45,7 @@ def check_count(name: str, value: Any, least: int = 0) -> None:
 
 
 def numbers_in(value: Any) -> list[float]:
-    """Returns the numbers of an array, which for a tracer or a shape are unknown."""
+    """Returns the numbers of an array. A tracer or a shape has none."""
     if is_traced(value) or isinstance(value, jax.ShapeDtypeStruct):
         return []
     is_ensemble = getattr(value, "ndim", 0)

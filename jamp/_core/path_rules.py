@@ -31,7 +31,7 @@ def parse_rules(name: str, value: Any) -> tuple[PathRule, ...]:
 
 
 def matches(rules: Collection[PathRule], path: str, leaf: Any) -> bool:
-    """Whether a rule picks the leaf."""
+    """Returns whether a rule picks the leaf."""
     return any(
         bool(rule(path, leaf)) if callable(rule) else bool(re.search(rule, path))
         for rule in rules

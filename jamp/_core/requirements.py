@@ -1,4 +1,4 @@
-"""Checks that run when jamp is imported: JAX's version, and PyPI's other `jamp`."""
+"""Checks at import: the version of JAX, and the other `jamp` on PyPI."""
 
 import importlib.metadata
 import os

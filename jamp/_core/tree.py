@@ -47,7 +47,7 @@ def differentiable[T](tree: T) -> T:
 
 
 def merge[T](tree: T, rest: T) -> T:
-    """Replaces None in `tree` by the leaf of `rest`, of which `tree` is a part."""
+    """Replaces each None in `tree` by the leaf of `rest` at the same path."""
     if jax.tree.structure(tree) == jax.tree.structure(rest):
         return tree
     return jax.tree.map(
@@ -59,24 +59,24 @@ def merge[T](tree: T, rest: T) -> T:
 
 
 def split_overwrite(tree: PyTree) -> tuple[Any, Any]:
-    """Splits off the collection of Flax whose gradients are its new values, or None."""
+    """Splits off `_overwrite_with_gradient`, whose gradients are its new values."""
     if isinstance(tree, Mapping) and OVERWRITE_WITH_GRADIENT in tree:
         return tree["params"], tree[OVERWRITE_WITH_GRADIENT]
     return tree, None
 
 
 def is_overwritten(parts: tuple[str, ...]) -> bool:
-    """Whether the path of a leaf is in that collection."""
+    """Returns whether a leaf is in `_overwrite_with_gradient`."""
     return OVERWRITE_WITH_GRADIENT in parts
 
 
 def trained_params(params: PyTree) -> PyTree:
-    """Returns the params that an optimizer steps: no integers, no such collection."""
+    """Returns the floats of the params, without `_overwrite_with_gradient`."""
     return differentiable(split_overwrite(params)[0])
 
 
 def with_trained(params: PyTree, trained: PyTree, overwrite: PyTree = None) -> Any:
-    """Replaces the trained params, and the values of that collection unless None."""
+    """Replaces the trained params, and `_overwrite_with_gradient` unless it is None."""
     whole, old = split_overwrite(params)
     whole = merge(trained, whole)
     if old is None:
@@ -99,7 +99,7 @@ def widen_tree(tree: PyTree) -> PyTree:
 
 
 def all_finite(tree: PyTree) -> Bool[Array, ""]:
-    """Whether all numbers in all float leaves are finite."""
+    """Returns whether all numbers in all float leaves are finite."""
     leaves = [x for x in jax.tree.leaves(tree) if is_differentiable(x)]
     # Without the barrier, XLA on a CPU repeats this check in the step of each leaf.
     barrier = lax.optimization_barrier
@@ -125,7 +125,7 @@ def select[T](take_new: Bool[Array, ""] | bool, new: T, old: T) -> T:
 
 
 def strong_array(x: Any) -> Any:
-    """Makes an array without a weak type, which would make step 2 retrace."""
+    """Makes an array without a weak type, so that JAX does not retrace step 2."""
     x = x if isinstance(x, jax.Array) else jnp.array(x, copy=True)
     return x.astype(x.dtype) if getattr(x, "weak_type", False) else x
 
@@ -159,7 +159,7 @@ def _each(fn: Any, leaves: list[Any], dtypes: tuple[Any, ...]) -> list[Any]:
     return [fn(x, dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
 
 
-# Copies the leaves whose dtype is not None, so that they can be donated.
+# Copies the leaves that have a dtype, so that they can be donated.
 copy_leaves = functools.partial(
     map_in_one_program, functools.partial(jnp.array, copy=True)
 )
@@ -175,7 +175,7 @@ def copy_shared[T](tree: T, given: PyTree) -> T:
 
 
 def copy_shared_arrays[T](tree: T, others: PyTree, tracers: bool = False) -> T:
-    """Copies in the same way, but copies tracers only if `tracers` is set."""
+    """Does the same for arrays, and copies tracers only if `tracers` is set."""
     leaves, structure = jax.tree.flatten(tree)
     seen, dtypes = set(map(id, jax.tree.leaves(others))), []
     for x in leaves:
@@ -186,7 +186,7 @@ def copy_shared_arrays[T](tree: T, others: PyTree, tracers: bool = False) -> T:
 
 
 def is_traced(x: object) -> bool:
-    """Whether `x` has no value yet, for example under `jit`."""
+    """Returns whether `x` has no value yet, for example under `jit`."""
     return isinstance(x, Tracer)
 
 

@@ -1,4 +1,4 @@
-"""The warnings of jamp: the program runs, but probably not as intended."""
+"""The warnings of jamp. The program runs, but probably not as the user intends."""
 
 import os
 import pathlib
@@ -11,7 +11,7 @@ _SKIPPED = (pathlib.Path(__file__).parents[1], jax.__path__[0], flax.__path__[0]
 
 
 class PrecisionWarning(UserWarning):
-    """A value is computed in a precision that is probably not intended."""
+    """A computation has a precision that the user probably does not intend."""
 
 
 class UnusedOptionWarning(UserWarning):

@@ -26,7 +26,7 @@ class Outermost(Primitive):
     """
 
     def __init__(self, name: str, kept: Callable[..., bool]):
-        """`kept` says, by the parameters, whether `jax_remat3` checkpoints keep it."""
+        """`kept(**params)` says whether checkpoints of `jax_remat3` keep the result."""
         super().__init__(name)
         self._kept = kept
 

@@ -34,7 +34,7 @@ from jamp._autocast.program import (
 from jamp._autocast.values import Values
 from jamp._fp8.options import Fp8
 
-# How a value is used later in the program.
+# The ways in which the rest of the program uses a value.
 type Uses = frozenset[str]
 MATMUL, ORDER = "matmul", "order"
 NOTHING, MATMULS, ORDERED = (frozenset(), frozenset((MATMUL,)), frozenset((ORDER,)))
@@ -48,8 +48,8 @@ _PASSES = (
 # NVIDIA's data sheet of the H200 SXM, without sparsity: FLOP/s, and bandwidth in B/s.
 # FLOP/s per B/s are 1.4 times as high on an H100, and 1.35 times on a B200.
 _BF16, _FP8, _MEMORY = 989e12, 1979e12, 4.8e12
-# Bytes per quantized element: two reads (for the largest number, and to quantize), and
-# a write each for the forward and the backward matmul, which contract different axes.
+# Bytes per quantized element: two reads (one for the largest number, one to quantize),
+# and two writes, because the forward and the backward matmul contract different axes.
 _MOVED = 2 + 2 + 1 + 1
 
 
@@ -102,7 +102,7 @@ class Plan:
         return _uses_of(atoms, self._uses)
 
     def uses_of_results(self, frame: Frame) -> list[Uses]:
-        """Returns the uses of a program's results, of carries also in the next trip."""
+        """Returns the uses of a program's results; the next trip also uses carries."""
         results = self.uses_of(frame.results)
         carries = results[: frame.carries]
         if carries:

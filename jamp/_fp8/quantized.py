@@ -71,11 +71,11 @@ def matmul_of(
 ) -> Callable[..., Array]:
     """Returns a function that multiplies an array by a weight in fp8.
 
-    The function takes each operand in half, or in float32 to sum its gradients in
-    float32, and quantized. `numbers` are `jax.lax.dot_general`'s, and the weight is
-    the `first` or second operand. The result is `half`. Without `grad_weight`, the
-    gradient of the weight is a half matmul. The backward pass keeps the weight in half
-    to quantize it `again`, or in fp8.
+    The function takes each operand twice: quantized, and in half (or in float32, to sum
+    its gradients in float32). `numbers` are the dimension numbers of
+    `jax.lax.dot_general`. The weight is the `first` or the second operand. The result
+    is `half`. Without `grad_weight`, the gradient of the weight is a half matmul. The
+    backward pass keeps the weight in half to quantize it `again`, or in fp8.
     """
 
     def in_order(x: Array, weight: Array) -> tuple[Array, Array]:
@@ -150,7 +150,8 @@ def _quantized(x: Array, of: Of) -> list[Array]:
         # inf * 0 is nan. XLA would transpose a mask in a separate kernel.
         scaled = (x + x * 0).astype(FLOAT32) * _power(-exponent)
     else:
-        # Otherwise, XLA for a GPU writes a float32 copy for the maximum and this.
+        # `apart` separates this cast from the maximum's. XLA for a GPU would otherwise
+        # write a float32 copy for both.
         wide = apart(x).astype(FLOAT32)
         scaled = jnp.where(jnp.isfinite(wide), wide, jnp.nan) * _power(-exponent)
     return [scaled.astype(dtype), exponent]

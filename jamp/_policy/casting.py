@@ -171,7 +171,7 @@ def _batchnorm_test(
     return is_batchnorm
 
 
-# The names of mean and variance in Flax and in Haiku.
+# The names of the mean and the variance in Flax and in Haiku.
 _STATISTICS = (("/mean", "/var"), ("/~/mean_ema/average", "/~/var_ema/average"))
 
 

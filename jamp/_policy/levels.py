@@ -45,7 +45,7 @@ class Properties:
         patch_functions: whether to autocast functions (apex's patch_torch_functions).
         patch_functions_type: half dtype of autocast, or None.
         keep_batchnorm_fp32: whether affine BatchNorm keeps float32 params.
-        master_weights: whether the optimizer steps float32 copies of half params.
+        master_weights: whether the optimizer steps float32 masters of half params.
         stochastic_rounding: whether to round bfloat16 params without masters
             stochastically after a step.
         reduce_dtype: float32 sums gradients over batch and devices in float32, and

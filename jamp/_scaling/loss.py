@@ -138,7 +138,7 @@ def unscale(grads: PyTree, state: HasLossScales, loss_id: int = 0) -> PyTree:
 def run_loss(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a loss function, so that `scale_loss` raises inside it.
 
-    It runs under the caller's `jax.transfer_guard`.
+    The loss function runs under the caller's `jax.transfer_guard`.
     """
 
     @functools.wraps(loss_fn)
@@ -215,7 +215,8 @@ def grad_of_scaled(
 ) -> tuple[Any, PyTree]:
     """Returns the loss, or `(loss, aux)`, and the gradients of the loss times a scale.
 
-    If `checks`, a loss that is not finite makes all gradients NaN. For `fp16_utils`.
+    `fp16_utils` uses it. If `checks`, a loss that is not finite makes all gradients
+    NaN.
     """
     loss_fn = run_loss(loss_fn)
     run = lambda trained: loss_fn(merge(trained, params), *args, **kwargs)  # noqa: E731
@@ -237,8 +238,7 @@ def grad_of_product(
 ) -> tuple[tuple[Array, Any], PyTree]:
     """Returns `((loss, aux), grads)`, where `grads` are scaled.
 
-    They have the dtypes of the params, or with `in_float32` are summed in float32 and
-    returned in it.
+    They have the dtypes of the params. With `in_float32`, sums and results are float32.
     """
 
     def scaled_loss(trained):

@@ -1,6 +1,6 @@
 """Averages of gradients over the devices of a mapped axis, in float32.
 
-Based on apex/parallel/distributed.py with `allreduce_always_fp32` and
+Based on apex/parallel/distributed.py with its options `allreduce_always_fp32` and
 `gradient_predivide_factor`.
 """
 
@@ -46,7 +46,7 @@ def check_bound(axis_name: Hashable) -> None:
 
 
 def varying(params: PyTree, axis_name: Hashable) -> PyTree:
-    """Marks replicated params as varying, or JAX would sum their gradients in half."""
+    """Marks replicated params as varying. JAX would sum their gradients in half."""
     mapped = _manual_axes().intersection(_names(axis_name))
 
     def leaf(x):
@@ -91,7 +91,7 @@ def averaged(tree: PyTree, axis_name: Hashable, predivide: float | None) -> PyTr
 def agreed(
     finite: Bool[Array, ""], scale: Array, axis_name: Hashable
 ) -> Bool[Array, ""]:
-    """Whether the averaged gradients are finite on all devices that share a scale.
+    """Returns whether gradients are finite on all devices that share a scale.
 
     Along `axis_name`, they are equal. Along other axes of a `shard_map`, devices may
     hold parts of the params, and an overflow on one device makes all devices skip.
@@ -115,7 +115,7 @@ def alike(flag: Bool[Array, ""], x: Array) -> Bool[Array, ""]:
 
 
 def _checks_vma() -> bool:
-    """Whether the `shard_map` around this call has check_vma=True."""
+    """Returns whether the `shard_map` around this call has check_vma=True."""
     axes = tuple(_manual_axes())
     return any(varying_axes(jax.lax.axis_index(axis)) for axis in axes)
 

@@ -3,10 +3,10 @@
     g:f16 = dot_general ct x           g':f32 = dot_general[float32] ct x
     h:f16 = add_any g (transpose f)    h':f32 = add_any g' (transpose f')
 
-A half gradient comes from a matmul or a sum over the batch with a half result. If the
-arrays are sharded, XLA sums it over devices in half. The rewrite changes these
-operations, and all operations from them to the gradient, to float32, also in loops and
-calls. Matmuls keep their half operands.
+A half gradient is the half result of a matmul or of a sum over the batch. If the arrays
+are sharded, XLA sums it over devices in half. The rewrite changes these operations, and
+all operations from them to the gradient, to float32, also in loops and calls. Matmuls
+keep their half operands.
 """
 
 import functools
@@ -200,7 +200,7 @@ class _Widening:
 
 
 def _sums_a_sum(eqn: jc.JaxprEqn, made: dict[Any, jc.JaxprEqn]) -> bool:
-    """Whether a sum has another sum as its operand, and not activations."""
+    """Returns whether a sum has another sum as its operand, and not activations."""
     if eqn.primitive.name != "reduce_sum":
         return False
     name = "convert_element_type"

@@ -110,8 +110,8 @@ class DynamicLossScale(_Rule):
 
     Attributes:
         init_scale: the first scale; capped at `max_scale`, as in apex.
-        factor: greater than 1 (apex accepts one and ignores it).
-        window: finite steps until the scale grows; Flax grows one step later.
+        factor: greater than 1. apex accepts a factor and ignores it.
+        window: finite steps until the scale grows. Flax grows it one step later.
         min_scale: floor; None or 0 means 2**-126, so the scale is never 0.
         max_scale: ceiling; None means 2**126.
         hysteresis: non-finite steps in a row until the scale falls.

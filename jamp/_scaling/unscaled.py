@@ -96,7 +96,7 @@ def raw_of(leaf: object) -> Raw | None:
 
 
 def are_unscaled(grads: Sequence[Any], scale: Any) -> bool:
-    """Whether gradients are unscaled, or a traced program computes them from such.
+    """Returns whether gradients are unscaled, or traced from unscaled gradients.
 
     Args:
         grads: leaves.

@@ -1,6 +1,6 @@
-"""The train state: how it is made, how it steps or skips, how it grows.
+"""The train state: its creation, its steps and skips, and its growth.
 
-May import `_core`, `_autocast`, `_policy`, `_scaling` and `optimizers`. What
-`initialize` is given is checked in `incoming`; one group's step is in `step`; what must
-hold for a skip of the whole state is in `amp_state`.
+May import `_core`, `_autocast`, `_policy`, `_scaling` and `optimizers`. `incoming`
+checks the arguments of `initialize`, `step` steps one group, and `amp_state` steps or
+skips the whole state.
 """

@@ -1,6 +1,6 @@
 """`state.add_params` adds parameters to a running state.
 
-After apex/amp/_process_optimizer.py:_amp_add_param_group.
+Based on apex/amp/_process_optimizer.py:_amp_add_param_group.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ def with_more_params[S](
     extra: Sequence[str],
     fields: Mapping[str, Any],
 ) -> S:
-    """Returns a state of all params; `fields` adds to the state's `extra` fields."""
+    """Returns a state with all params. `fields` adds to the state's `extra` fields."""
     old: Any = state
     by_key = groups_of(old)
     keys, is_single = tuple(by_key), SINGLE in by_key
@@ -80,7 +80,7 @@ def with_more_params[S](
 
 
 def _keep_bits[T](new: T, old: PyTree) -> T:
-    """Returns `new` with the leaves of `old` at the paths that both have."""
+    """Returns `new` with the leaves of `old` at the paths in both trees."""
     before, after = by_keystr(old), by_keystr(new)
     for path, x in before.items():
         if path not in after or jnp.shape(after[path]) != x.shape:

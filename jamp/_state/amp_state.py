@@ -51,7 +51,7 @@ class _Dataclass(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
 
-# Numbers and strings are left out, so that a misspelt keyword is a type error.
+# Without numbers and strings, a type checker reports a misspelt keyword.
 type Field = (
     jax.Array
     | np.ndarray
@@ -65,20 +65,21 @@ type Field = (
 class AmpState(TrainState, kw_only=True):
     """Flax's TrainState with a precision policy, masters and loss scales.
 
-    `jamp.initialize` makes it, not `create`. A subclass declares more fields, as with
-    TrainState: `class State(jamp.AmpState): ema: Any`.
+    Make it with `jamp.initialize`, not with `create`. A subclass declares more fields,
+    as with TrainState: `class State(jamp.AmpState): ema: Any`.
 
     Attributes:
         step: steps that were not skipped, shape (), int32.
-        apply_fn: the model's forward under the policy. Static.
-        params: the params that the model uses, in half where the level says so.
+        apply_fn: the model's forward function under the policy. Static.
+        params: the params of the model, in half at the levels that cast.
         tx: the transformation, wrapped in `master_weights` at O2, O5 and O6. Static.
-        opt_state: its state.
+        opt_state: the state of `tx`.
         batch_stats: Flax's BatchNorm statistics, or None.
         loss_scales: one LossScaleState per loss.
-        skipped_steps: skipped steps, shape (), int32; of several groups, their
-            container of counts.
-        last_step_skipped: whether the last step was skipped, shape (), bool; likewise.
+        skipped_steps: skipped steps, shape (), int32. With several groups, a container
+            with one count per group.
+        last_step_skipped: whether the last step was skipped, shape (), bool. With
+            several groups, a container.
         properties: the properties of the opt level. Static.
         loss_scale_rules: one rule per loss. Static.
     """
@@ -95,7 +96,7 @@ class AmpState(TrainState, kw_only=True):
         _set_up(cls)
 
     def __repr__(self) -> str:
-        """Level, params by dtype, step, scale and skips; not the arrays."""
+        """Summarizes the state in a few lines, without the arrays."""
         text = summary(type(self).__name__, self, self.params, self.opt_state)
         extra = [x for x in extra_fields(self) if getattr(self, x) is not None]
         return text + (f"\n  extra fields: {', '.join(extra)}" if extra else "")
@@ -103,7 +104,7 @@ class AmpState(TrainState, kw_only=True):
     @property
     @moves_constants
     def loss_scale(self) -> Any:
-        """The current loss scale, shape (), float32; of several losses a tuple."""
+        """The current loss scale, shape (), float32; a tuple for several losses."""
         return scales_in_use(self.loss_scale_rules, self.loss_scales)
 
     @moves_constants
@@ -118,27 +119,27 @@ class AmpState(TrainState, kw_only=True):
         """Steps, or skips the step if the gradients are not finite.
 
         A skip is atomic: params, masters, optimizer state, `step` and `fields` keep
-        their bits; only the loss scale and the counters of skips move. A static scale
-        checks nothing, unless its rule says `check=True`.
+        their bits, and only the loss scale and the counters of skips change. A static
+        scale checks nothing, except with `check=True`.
 
         Args:
             grads: unscaled gradients, a tree like `params`: the result of
                 `scaled_value_and_grad`, or values computed from it. With several
-                groups, their container; a group without an entry, or with None, does
+                groups, their container. A group without an entry, or with None, does
                 not step.
-            loss_id: the loss whose scale moves. With several losses a sequence; then
-                `grads` is a sequence of such trees, which are summed in float32. An id
-                may occur twice: its scale moves once per tree, in order.
+            loss_id: the loss whose scale moves. For several losses, pass a sequence of
+                ids and a sequence of trees as `grads`, which are summed in float32. An
+                id may occur twice: its scale moves once per tree, in order.
             update_args: extra arguments for `tx.update`, such as `value`.
-            **fields: new values of `batch_stats` or declared fields. Set values that
-                must advance on a skip too, such as an RNG key, with `replace`.
+            **fields: new values of `batch_stats` or of declared fields. If a value must
+                advance on a skip too, as an RNG key must, set it with `replace`.
 
         Returns:
             The next state, with the structure, shapes and dtypes of this one.
 
         Raises:
-            TypeError: there is no `tx`; a field is not declared; `loss_id` is a
-                sequence and `grads` is not.
+            TypeError: the state has no `tx`; a field is not declared; `loss_id` is a
+                sequence, but `grads` is not.
             IndexError: a `loss_id` is out of range.
             ValueError: gradients or a field differ from the state in structure or
                 shape, or are on other devices; the gradients are of another loss.
@@ -171,16 +172,16 @@ class AmpState(TrainState, kw_only=True):
         )
 
     def load_params(self, params: PyTree, *, reset_optimizer: bool = False) -> Self:
-        """Returns the state with other params: a checkpoint's, or edited ones.
+        """Returns the state with other params, such as those of a checkpoint.
 
-        Casts them to the level, and updates masters and remainders, which keep all
-        digits of float32 params. A half value that does not change keeps its master.
-        Works inside `jit`.
+        It casts the params to the level and sets the masters. Masters keep all digits
+        of float32 params. A half value that does not change keeps its master. It works
+        inside `jit`.
 
         Args:
             params: a tree like `state.params`, in float32 or half; with several groups,
                 their container.
-            reset_optimizer: whether to reset the optimizer's state, because its moments
+            reset_optimizer: whether to reset the optimizer's state, whose moments
                 belong to the old params.
 
         Returns:
@@ -210,29 +211,32 @@ class AmpState(TrainState, kw_only=True):
     ) -> Self:
         """Returns the state with more params, as apex's `add_param_group`.
 
-        Casts new params to the level and gives them masters and fresh optimizer state;
-        every bit of the old ones stays. Call it outside `jit`: the structure of the
-        state changes, so the step is compiled again.
+        It casts new params to the level and gives them masters and a fresh optimizer
+        state. Old params keep every bit. Call it outside `jit`. The structure of the
+        state changes, so the step compiles again.
 
         With one group, the new params share the optimizer's count of steps: Adam's
         first updates of them are up to three times larger than at step 1. A new group
         has its own count.
 
         Args:
-            params: new float32 params: a mapping, merged into `state.params`; with
-                several groups new groups, in the container of `state.params`.
-            tx: with several groups, the optimizers of the new ones.
+            params: a mapping of new float32 params, which is merged into
+                `state.params`. With several groups, new groups in the container of
+                `state.params`.
+            tx: the optimizers of new groups, in the same container.
             allow_incoming_model_not_fp32: whether half params are allowed.
-            **fields: more entries of extra fields, merged alike. `batch_stats` makes
-                the recognition of BatchNorm exact.
+            **fields: more entries of extra fields, which are merged too. `batch_stats`
+                makes the recognition of BatchNorm exact.
 
         Returns:
             A state of the same class.
 
         Raises:
-            TypeError: `tx` is missing, or there is one group; an unknown field.
-            ValueError: a name exists already; `params` or `tx` in the wrong container;
-                params are not float32; the optimizer does not keep its state per param.
+            TypeError: new groups have no `tx`, or one group has one; a field is
+                unknown.
+            ValueError: a name exists already; `params` or `tx` are in the wrong
+                container; params are not float32; the optimizer does not keep its state
+                per param.
 
         >>> import jamp, jax.numpy as jnp, optax
         >>> params = {"body": jnp.ones(2)}
@@ -248,9 +252,9 @@ class AmpState(TrainState, kw_only=True):
 def _replace(self: AmpState, **changes: Any) -> Any:
     """Returns the state with other values of some fields.
 
-    New `params` without an `opt_state` are loaded: `state.load_params(params)`. A new
-    `tx` keeps masters where the old one did, and a new `apply_fn` runs under the level.
-    Sets all other fields, and params beside an `opt_state`, as given.
+    New `params` without an `opt_state` go through `state.load_params`. A new `tx` keeps
+    masters if the old one did, and a new `apply_fn` runs under the level. All other
+    fields, and `params` with an `opt_state`, are set unchanged.
     """
     if changes.get("tx") is not None:
         changes["tx"] = wrap_like(self, changes["tx"])
@@ -278,7 +282,7 @@ def _replace(self: AmpState, **changes: Any) -> Any:
 
 
 def _set_up(state_class: Any) -> None:
-    """Sets `replace`, which Flax writes into each class, and checks restored values."""
+    """Sets `replace`, which Flax defines on each class, and checks restored values."""
     state_class.replace = _replace
     serialization.register_serialization_state(
         state_class, to_state_dict, from_state_dict, override=True
@@ -291,7 +295,7 @@ _set_up(AmpState)
 def _next_field(
     state: AmpState, name: str, new: PyTree, clean: Mapping[Key, Flag]
 ) -> Any:
-    """Returns the new value of an extra field if the groups it belongs to are clean."""
+    """Returns the new value of an extra field if all groups of the field are clean."""
     extra = extra_fields(state)
     if name not in extra:
         raise TypeError(
@@ -320,7 +324,7 @@ def _next_field(
 def warn_of_half_field(
     name: str, new: PyTree, params: PyTree, old: PyTree = None
 ) -> None:
-    """Warns if a field like the params starts in half: an average would stand still."""
+    """Warns if a field like the params is half, where an average does not move."""
     halves = [x.dtype for x in jax.tree.leaves(new) if is_half(x)]
     if not halves or any(map(is_half, jax.tree.leaves(old))):
         return

@@ -1,7 +1,7 @@
 """`incremental_update` moves averages and target networks in float32.
 
-In half, updates below half a unit are lost: with decay 0.999, an average in bfloat16
-covers 1 % of the distance.
+An average in half loses updates below half a unit in the last place. With decay 0.999,
+an average in bfloat16 covers 1 % of the distance.
 """
 
 import jax
@@ -33,13 +33,12 @@ def incremental_update[T](
 
     $$m_\mathrm{old}' = s\,m_\mathrm{new} + (1 - s)\,m_\mathrm{old}$$
 
-    in float32, at every level. If the last step of `new` was skipped, `old` keeps its
-    bits.
+    in float32, at every level. If `new` skipped its last step, `old` keeps its bits.
 
     Args:
         new: an AmpState, or a tree in float32.
-        old: a tree in float32, first `jamp.master_params(state)`; or an AmpState, whose
-            masters move and whose params are their cast.
+        old: a tree in float32, initially `jamp.master_params(state)`, or an AmpState.
+            In a state, the masters move, and the params are cast from them.
         step_size: $s$, shape (): 1 - decay of an average, tau of a target network.
 
     Returns:
@@ -63,7 +62,7 @@ def incremental_update[T](
     if isinstance(old, AmpState):
         for group in groups_of(old).values():
             if not old.properties.master_weights or group.tx is None:
-                _check_wide(group.params)  # it has no masters
+                _check_wide(group.params)  # a state without masters
         moved = incremental_update(new, master_params(old), step_size)
         return old.replace(params=moved)
     towards = master_params(new) if isinstance(new, AmpState) else new

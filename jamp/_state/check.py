@@ -1,4 +1,4 @@
-"""`check`, on the host: raises if a loss scale has collapsed or a state has stalled."""
+"""`check` raises, on the host, if a loss scale has collapsed or a state has stalled."""
 
 from collections.abc import Callable
 from numbers import Integral
@@ -33,30 +33,32 @@ def check(
     locate: Callable[[], object] | None = None,
     verbosity: int = 1,
 ) -> None:
-    """Raises, on the host, if the run is lost.
+    """Raises, on the host, if training has collapsed or stalled.
 
     A few skips are normal. A jitted step cannot raise, so call `check` outside of it,
     every few hundred steps. It waits for the step.
 
-    `check` also remembers the counters of its last call with this run. If it gets a new
-    state and neither `step` nor `skipped_steps` has changed, the state has stalled. If
+    `check` remembers the counters of its last call with this run. If it gets a new
+    state with the same `step` and `skipped_steps`, the state has stalled. If
     `skipped_steps` has increased, it prints apex's line, once per call and loss.
 
     Args:
         state: an AmpState with concrete arrays.
-        max_consecutive_skips: how many skips in a row are too many, and how many
-            stalled states in a row.
-        locate: returns a text for the message about skips, and is called only for it:
-            `lambda: jamp.diagnostics.locate(loss_fn)(state, batch)` names the operation
-            that overflowed, with its line.
+        max_consecutive_skips: the number of skips in a row, or of stalled states in a
+            row, that raises.
+        locate: a function without arguments, which returns a text for the error. It is
+            called only before an error. `lambda:
+            jamp.diagnostics.locate(loss_fn)(state, batch)` names the operation that
+            overflowed.
         verbosity: 1 prints skips on process 0; 0 prints nothing.
 
     Raises:
         TypeError: `state` is not an AmpState.
         ValueError: `max_consecutive_skips` is less than 1; or a loss scale is 0,
-            negative, inf or NaN, as Orbax may restore it into a state.
-        FloatingPointError: a dynamic scale is at its floor after a skip; there were
-            `max_consecutive_skips` skips in a row; or as many states had stalled.
+            negative, inf or NaN, because Orbax restored it so.
+        FloatingPointError: a dynamic scale is at its floor after a skip;
+            `max_consecutive_skips` steps in a row were skipped, or states in a row had
+            stalled.
 
     >>> import jamp, jax.numpy as jnp, optax
     >>> state = jamp.initialize(jnp.ones(2), optax.sgd(1.0), "O2", verbosity=0)
@@ -99,7 +101,7 @@ def _print_skips(state: AmpState, before: Seen, now: Seen) -> None:
     if jax.process_index() != 0:
         return
     for i, rule in enumerate(state.loss_scale_rules):
-        # `skipped_steps` does not tell which of several losses overflowed.
+        # `skipped_steps` does not say which of several losses overflowed.
         overflowed = (
             len(state.loss_scales) == 1
             or now.scales[i] < before.scales[i]

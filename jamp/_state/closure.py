@@ -1,4 +1,4 @@
-"""`closure`: the loss for optimizers that evaluate it themselves."""
+"""`closure` makes the loss function for optimizers with a line search."""
 
 import dataclasses
 from collections.abc import Callable
@@ -25,22 +25,23 @@ def closure(
 ) -> Callable[..., Callable[[PyTree], Float[Array, ""]]]:
     """Returns the loss of a batch as a function of float32 params, for a line search.
 
-    As torch's closure, for `optax.lbfgs` and others that evaluate the loss more than
-    once per step. They pass masters, which are rounded to the params' dtypes, and the
-    loss runs under the state's policy. The derivative is taken of the *scaled* loss and
-    unscaled in float32, so it does not underflow.
+    This is torch's closure, for `optax.lbfgs` and other optimizers that evaluate the
+    loss more than once per step. They pass masters. The function rounds these to the
+    dtypes of the params, and runs the loss under the state's policy. It differentiates
+    the *scaled* loss and unscales in float32, so the gradient does not underflow.
 
     Args:
-        loss_fn, has_aux, loss_id: as given to `scaled_value_and_grad`; aux is dropped.
-        wrt: the group that the optimizer steps, if there are several.
+        loss_fn, has_aux, loss_id: as for `scaled_value_and_grad`. The closure drops
+            aux.
+        wrt: the key of the group that the optimizer steps, if the state has several.
 
     Returns:
         `f(state, *args, **kwargs) -> value_fn`, and `value_fn(params) -> loss`, shape
-        (), float32. `params` are the group's, in float32, without non-float leaves.
+        (), float32. `params` are the floats of the group's params, in float32.
 
     Raises (when called):
         ValueError: `wrt` does not name one group.
-        Others: see `scaled_value_and_grad`.
+        Other errors: see `scaled_value_and_grad`.
 
     >>> import jax.numpy as jnp, jamp, optax
     >>> state = jamp.initialize(jnp.ones(2), optax.lbfgs(), "O1", verbosity=0)
@@ -82,7 +83,7 @@ def closure(
 def with_gradient(
     value_and_grad: Callable[[PyTree], tuple[Float[Array, ""], PyTree]],
 ) -> Callable[[PyTree], Float[Array, ""]]:
-    """Returns the value as a function with the given gradient as its derivative."""
+    """Makes a value a function of the params with the given gradient."""
 
     @jax.custom_vjp
     def value_fn(params):

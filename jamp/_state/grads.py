@@ -27,13 +27,13 @@ _REMEDY = (
 
 
 class LossGrads(NamedTuple):
-    """The gradients of one loss, whose scale moves.
+    """The gradients of one loss. The scale of this loss moves.
 
     Attributes:
         loss_id: the loss.
-        clean: whether all are finite.
-        trees: for each group that the loss covers, gradients, and new values of Flax's
-            `_overwrite_with_gradient` or None.
+        clean: whether the loss and all gradients are finite.
+        trees: a pair for each group of the loss: its gradients, and new values of
+            Flax's `_overwrite_with_gradient` or None.
     """
 
     loss_id: int
@@ -42,7 +42,7 @@ class LossGrads(NamedTuple):
 
 
 def by_loss(grads: PyTree, loss_id: Any, state: HasLossScales) -> list[LossGrads]:
-    """Returns the gradients of each loss, checked as `apply_gradients` documents."""
+    """Checks the gradients, and returns those of each loss."""
     if not isinstance(loss_id, Sequence):
         return [_loss_grads(grads, loss_id, state)]
     if not isinstance(grads, Sequence):
@@ -62,7 +62,7 @@ def by_loss(grads: PyTree, loss_id: Any, state: HasLossScales) -> list[LossGrads
 def by_group(losses: list[LossGrads]) -> dict[Key, tuple[PyTree, Any, Flag]]:
     """Returns `(gradients, overwrite, clean)` of each group that has gradients.
 
-    The gradients are float32 sums over the losses, and clean if all of them are.
+    The gradients are float32 sums over the losses. They are clean if all losses are.
     """
     total: dict[Key, tuple[PyTree, Any, Flag]] = {}
     for loss in losses:
@@ -77,7 +77,7 @@ def by_group(losses: list[LossGrads]) -> dict[Key, tuple[PyTree, Any, Flag]]:
 
 def _loss_grads(grads: PyTree, loss_id: int, state: HasLossScales) -> LossGrads:
     rule, _ = find_loss_scale(state, loss_id, "apply_gradients")
-    loss_id = operator.index(loss_id)  # it may be an array, and keys a dict
+    loss_id = operator.index(loss_id)  # an array cannot be the key of a dict
     trees = {}
     keys = groups.group_keys(state.tx)
     is_single = keys == (groups.SINGLE,)
@@ -102,7 +102,7 @@ def _loss_grads(grads: PyTree, loss_id: int, state: HasLossScales) -> LossGrads:
 def _entries_of(
     grads: PyTree, keys: tuple[Key, ...], state: HasLossScales
 ) -> dict[Key, PyTree]:
-    """Returns the gradients of each of several groups that has some."""
+    """Returns the gradients by group, without groups that have none."""
     if isinstance(state.params, Mapping):
         fits = isinstance(grads, Mapping) and set(grads) <= set(keys)
     else:
@@ -122,7 +122,7 @@ def _entries_of(
 
 
 def _warn_half(trees: list[PyTree], state: HasLossScales) -> None:
-    """Warns about half gradients under a dynamic scale, which exists for them."""
+    """Warns about half gradients under a dynamic scale, which probably underflowed."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(trees):
         if is_half(leaf) and any(rule.moves for rule in state.loss_scale_rules):
             warn(

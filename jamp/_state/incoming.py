@@ -30,7 +30,7 @@ _LOOKAHEAD = (
 
 
 def check_containers(params: PyTree, tx: Any) -> None:
-    """Raises unless `params` are arrays, and `tx` is in the same container."""
+    """Raises unless `params` contain arrays, and `tx` has the same container."""
     if any(cls.__module__ == "flax.nnx.module" for cls in type(params).__mro__):
         raise TypeError(
             f"params is an nnx.Module, a {type(params).__name__}. Write "
@@ -134,7 +134,7 @@ def _entries(container: Any) -> list[Any]:
 
 
 def kind_of(container: object) -> str:
-    """Returns the kind of a container of groups in words."""
+    """Describes a container of groups in words."""
     if isinstance(container, Mapping):
         return f"a dict with the keys {list(container)}"
     if isinstance(container, list | tuple):

@@ -1,6 +1,6 @@
 """`initialize` takes params and an optimizer, and returns a state for an opt level.
 
-After apex/amp/frontend.py and _initialize.py, without their global state.
+Based on apex/amp/frontend.py and _initialize.py, without their global state.
 """
 
 from numbers import Integral
@@ -34,7 +34,7 @@ S = TypeVar("S", bound=AmpState, default=AmpState)
 
 
 class StateOptions(InitOptions, total=False, extra_items=Field):
-    """The options, and fields that `state_class` declares."""
+    """The options, and the fields that `state_class` declares."""
 
 
 @moves_constants
@@ -60,36 +60,37 @@ def initialize(
     | O5 | bfloat16, BatchNorm float32 | float32 masters | 1 |
     | O6 | as O5, large products in fp8 | float32 masters | 1 |
 
-    Every override that is not None replaces the level's value. Arrays are copied, so
-    donating the state never deletes yours. Works under `jit` and `eval_shape`.
+    Every override that is not None replaces the level's value. The state has copies of
+    your arrays, so donating it does not delete them. `initialize` works under `jit` and
+    `eval_shape`.
 
     Args:
-        params: float32 params, any pytree. Gradients and optimizer leave non-float
-            leaves out. Several models with an optimizer each: a list, tuple or dict of
-            them, with `tx` in the same container.
-        tx: an optax transformation, or the container of them; None for inference.
+        params: a pytree of float32 params. Non-float leaves have no gradient and are
+            not trained. For several models with an optimizer each, pass a list, tuple
+            or dict of params, and `tx` in the same container.
+        tx: an optax transformation, or a container of them; None for inference.
         opt_level: "O0" to "O6".
-        apply_fn: the model's forward, `model.apply` or `(variables, *args) -> outputs`;
-            `state.apply_fn` runs it under the policy.
-        batch_stats: Flax's BatchNorm statistics, which become a field of the state and
-            make the recognition of BatchNorm exact, see `cast_model`.
+        apply_fn: the forward function, `model.apply` or `(variables, *args) ->
+            outputs`. `state.apply_fn` runs it under the policy.
+        batch_stats: Flax's BatchNorm statistics. They become a field of the state, and
+            make the recognition of BatchNorm exact; see `cast_model`.
         state_class: AmpState, or a subclass that declares more fields.
-        enabled: False leaves everything as it is. True by default.
+        enabled: True by default. With False, jamp casts, scales and checks nothing.
         cast_model_type: dtype of params and inputs; False casts nothing.
         patch_functions: apex's `patch_torch_functions`.
         keep_batchnorm_fp32: a bool, or "True" or "False".
         master_weights: whether to keep float32 masters of half params.
         stochastic_rounding: whether to round bfloat16 params without masters
-            stochastically, see `jamp.optimizers.stochastic_rounding`: O5 with
-            `master_weights=False`.
-        reduce_dtype: "float32" to sum gradients over batch and devices in float32, and
-            to keep them in float32; not at O0.
+            stochastically, at O5 with `master_weights=False`; see
+            `jamp.optimizers.stochastic_rounding`.
+        reduce_dtype: "float32" sums gradients over batch and devices in float32. Not at
+            O0.
         fp8: whether large matmuls of weights run in fp8, by default only at O6; a
             `jamp.Fp8` selects them. Not at O0.
         loss_scale: "dynamic", a number (also as a string), or a rule such as
             `jamp.DynamicLossScale(window=500)`.
         cast_model_outputs: dtype of the model's outputs.
-        num_losses: the number of losses, each of which gets a scale. 1 by default.
+        num_losses: the number of losses, each with its own scale. 1 by default.
         verbosity: 1, the default, prints one line on process 0; 2 prints apex's report;
             0 prints nothing.
         min_loss_scale: floor of a dynamic scale.
@@ -98,8 +99,8 @@ def initialize(
         lists: additions to autocast's table, a `jamp.AutocastLists`; not at O0.
         promote: the dtype of operations with mixed operands, "widest" (by default at
             O1 and O4) or "narrowest" (at O2, O3, O5 and O6).
-        store_remainder: whether to keep 16 more bits of bfloat16 params instead of
-            float32 masters, see `master_weights`; only at O5 and O6.
+        store_remainder: whether to store 16 more bits of bfloat16 params instead of
+            float32 masters; see `master_weights`. Only at O5 and O6.
         allow_incoming_model_not_fp32: whether half params are allowed.
         **options: the fields that `state_class` declares.
 
@@ -110,8 +111,8 @@ def initialize(
         OptLevelError: the level is unknown, or overrides contradict it.
         ValueError: params are not float32, or are on different meshes; `params` and
             `tx` are in different containers; a `keep_fp32` regex matches nothing.
-        TypeError: params, tx or apply_fn are of the wrong kind; `state_class` declares
-            no field of a keyword's name.
+        TypeError: params, tx or apply_fn have the wrong type; a keyword is neither an
+            option nor a field of `state_class`.
 
     >>> import jax.numpy as jnp, jamp, optax
     >>> params = {"Dense_0": {"kernel": jnp.ones((2, 2))}}
@@ -149,7 +150,7 @@ def initialize_beside(
     allow_incoming_model_not_fp32: bool = False,
     **others: Any,
 ) -> Any:
-    """Does what `initialize` does, where rules may also name `frozen` params."""
+    """Does what `initialize` does. Rules may also name `frozen` params."""
     overrides = {k: others.pop(k) for k in LevelOptions.__optional_keys__ & {*others}}
     properties = Properties.from_opt_level(opt_level, enabled=enabled, **overrides)
     check_containers(params, tx)
@@ -234,7 +235,7 @@ def _rules(
 
 
 def _print(state: AmpState, verbosity: int) -> None:
-    """Prints one line, or with `verbosity` 2 the report of apex."""
+    """Prints one line, or apex's report if `verbosity` is 2."""
     properties = state.properties
     if verbosity < 1 or not properties.enabled or jax.process_index() != 0:
         return

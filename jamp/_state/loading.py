@@ -1,6 +1,6 @@
 """Loads params into a state, and checks the values that Flax restores.
 
-Flax itself puts any value into a target, such as float16 params into a bfloat16 state.
+Flax would put any value into a target, such as float16 params into a bfloat16 state.
 """
 
 from typing import Any
@@ -54,7 +54,7 @@ def load(state: TrainState, params: PyTree, reset_optimizer: bool) -> dict[str, 
     before = {name: getattr(state, name) for name in changes}
     if jax.tree.structure(changes) == jax.tree.structure(before):
         changes = jax.tree.map(place_like, changes, before)
-    else:  # another optimizer, initialized from the params
+    else:  # this is another optimizer: initialize it from the params
         changes = replicate_uncommitted(changes, params)
     own = {id(x) for x in jax.tree.leaves(state.params)}
     theirs = [x for x in jax.tree.leaves((given, params)) if id(x) not in own]
@@ -69,7 +69,7 @@ def has_values(*trees: PyTree) -> bool:
 def _load_group(old: Group, params: PyTree, reset_optimizer: bool) -> Group:
     if isinstance(old.opt_state, MasterWeightsState) or not reset_optimizer:
         weights = old.weights()
-    else:  # there are no masters yet
+    else:  # a fresh state has no masters yet
         weights = first_weights(old, widen_tree(old.params))
     weights, group = load_weights(weights, params), old._replace(params=params)
     if reset_optimizer and group.tx is not None:
@@ -87,8 +87,8 @@ def load_weights(weights: PyTree, params: PyTree) -> PyTree:
 def _load_weight(old: Weight, new: jax.Array) -> Weight:
     """Returns a param whose value is now `new`, with its master.
 
-    A half value that equals the old one keeps the further digits of its master, so that
-    clipping some weights leaves the others alone.
+    A half value that equals the old one keeps the digits of its master, so that
+    clipping some weights does not change the others.
     """
     if new is old.param:
         return old
@@ -107,7 +107,7 @@ def _load_weight(old: Weight, new: jax.Array) -> Weight:
 
 @jax.custom_jvp
 def _widened(new: jax.Array, param: jax.Array, master: jax.Array) -> jax.Array:
-    """Returns the master where `new` equals `param`, elsewhere `new` in float32."""
+    """Returns the master where `new` equals `param`, and `new` in float32 elsewhere."""
     return jnp.where(new == param, master, widen(new))
 
 
@@ -117,7 +117,7 @@ def _widened_jvp(primals: PyTree, tangents: PyTree) -> Any:
 
 
 def _check_dtypes(params: PyTree, old: PyTree) -> None:
-    """Raises if a leaf is a float on only one side; floats are cast."""
+    """Raises if a leaf is a float in only one of the trees."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     for (path, new), like in zip(leaves, jax.tree.leaves(old), strict=True):
         both = is_float(new) and is_float(like)
@@ -129,12 +129,12 @@ def _check_dtypes(params: PyTree, old: PyTree) -> None:
 
 
 def to_state_dict(state: TrainState) -> dict[str, Any]:
-    """Returns the arrays of a state as `flax.serialization` names them."""
+    """Returns the arrays of a state, with the names of `flax.serialization`."""
     return {name: to_names(getattr(state, name)) for name in array_fields(state)}
 
 
 def from_state_dict(state: Any, state_dict: dict[str, Any]) -> Any:
-    """Returns the state with restored arrays, which must have its shapes and dtypes."""
+    """Returns the state with restored arrays. They must have its shapes and dtypes."""
     check_same(
         state_dict,
         to_state_dict(state),

@@ -41,9 +41,9 @@ def new_state[S](
     Args:
         state_class: AmpState or a subclass, which declares `fields`.
         originals: the params in float32, one tree per group.
-        params: the same params, cast to the level.
-        txs: a bare transformation per group.
-        store_remainder: whether masters are the low bits of the params.
+        params: the params, cast to the level.
+        txs: one transformation per group, without masters.
+        store_remainder: whether masters are stored as 16 low bits.
         apply_fn, properties, loss_scale_rules, **fields: fields of the state.
     """
     new = {}
@@ -67,10 +67,10 @@ def new_state[S](
 
 
 def wrap_like(state: Any, txs: Any) -> Any:
-    """Returns other transformations for a state's groups, wrapped as the old ones.
+    """Wraps new transformations for a state's groups like the old ones.
 
     Raises:
-        ValueError: they belong to other groups.
+        ValueError: the groups differ.
     """
     by_key = groups_of(state)
     if set(groups.group_keys(txs)) != set(by_key):
@@ -108,7 +108,7 @@ def init_group(
     """Returns a group whose optimizer is initialized from the params before the cast.
 
     Raises:
-        ValueError: the transformation keeps masters somewhere inside already.
+        ValueError: the transformation contains `master_weights` already.
     """
     group = Group(tx, None, params)
     if tx is None:
@@ -144,7 +144,7 @@ def first_weights(group: Group, originals: PyTree) -> PyTree:
 def _with_shardings(
     tx: optax.GradientTransformation, params: PyTree
 ) -> optax.GradientTransformation:
-    """Tells a fused optimizer the shardings of its params, which jit would hide."""
+    """Tells a fused optimizer the shardings of its params, which `jit` hides."""
     if not isinstance(tx, FusedTransformation):
         return tx
     named = tuple(map(_named, jax.tree.leaves(trained_params(params))))
@@ -155,7 +155,7 @@ def _with_shardings(
 def _moments_like_params[T](opt_state: T, params: PyTree) -> T:
     """Under jit, shards the leaves of an optimizer state like their params.
 
-    XLA would replicate them. Outside jit, they follow their params already.
+    XLA would replicate them. Outside `jit`, they follow their params.
     """
     if not any(map(is_traced, jax.tree.leaves(params))):
         return opt_state
@@ -174,7 +174,7 @@ def _moments_like_params[T](opt_state: T, params: PyTree) -> T:
 def replicate_uncommitted[T](state: T, params: PyTree) -> T:
     """Replicates scalars and uncommitted fields on the mesh of the params.
 
-    The first step would put them there, and the second one would be compiled again.
+    The first step would replicate them, and then the second step would compile again.
     """
     shardings = [_named(x) for x in jax.tree.leaves(params)]
     meshes = {s.mesh for s in shardings if s is not None}
@@ -195,13 +195,13 @@ def replicate_uncommitted[T](state: T, params: PyTree) -> T:
 
 
 def _as_given_back(sharding: NamedSharding, ndim: int) -> NamedSharding:
-    """Returns the sharding as a program writes it: in full on Explicit axes."""
+    """Returns the sharding of a program's result: a full spec on Explicit axes."""
     explicit = all(kind == AxisType.Explicit for kind in sharding.mesh.axis_types)
     return with_full_spec(sharding, ndim) if explicit else sharding
 
 
 def _shard_like(x: Any, param: Any) -> Any:
-    """Returns `x` through an operation that gives it the sharding of `param`."""
+    """Combines `x` with `param`, so that XLA gives it the sharding of `param`."""
     if not is_castable(param) or jnp.shape(x) != param.shape or not param.shape:
         return x
     never = jnp.abs(param) < 0  # XLA would fold a constant

@@ -1,4 +1,4 @@
-"""A skip: the flag of a loss, the select of a value, and the counters."""
+"""A skip: the flag of a loss, the choice between two values, and the counters."""
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ from jamp._core.tree import all_finite, select
 from jamp._scaling.rules import LossScaleState, count_skips
 from jamp._scaling.unscaled import raw_of
 
-# Python's True if the rule does not check.
+# It is Python's True if the rule does not check.
 type Flag = Bool[Array, ""] | bool
 
 
@@ -31,10 +31,11 @@ def keep_on_skip[T](clean: Flag, new: T, old: T) -> T:
 def is_clean(grads: Sequence[Array], loss_id: int) -> Flag:
     """Returns whether all gradients of a loss are finite.
 
-    Reads the flag of `scaled_value_and_grad` where it is known, and checks the others.
+    It reuses the flag of `scaled_value_and_grad` if it is known, and checks other
+    gradients.
 
     Raises:
-        ValueError: the gradients are known to belong to another loss.
+        ValueError: the gradients belong to another loss.
     """
     flags, others = {}, []
     for grad in grads:
@@ -53,7 +54,7 @@ def is_clean(grads: Sequence[Array], loss_id: int) -> Flag:
 
 
 def next_counters(state: Any, clean: Mapping[Key, Flag]) -> dict[str, Any]:
-    """Returns `step` and the counters of skips, given the flag of each stepped group.
+    """Returns `step` and the counters of skips, from the flag of each group.
 
     `step` advances if at least one group steps.
     """
@@ -85,7 +86,7 @@ def next_scales(
     for loss_id in {i for i, _ in flags}:
         own = [clean for i, clean in flags if i == loss_id]
         if len(own) > 1 and state.loss_scale_rules[loss_id].check:
-            # They skip one step, and a clean loss must not hide one that never is.
+            # A clean loss must not reset the count of a loss that always overflows.
             skips = count_skips(state.loss_scales[loss_id], jnp.asarray(every(own)))
             scales[loss_id] = scales[loss_id]._replace(consecutive_skips=skips)
     return tuple(scales)

@@ -1,4 +1,4 @@
-"""Remembers on the host what `jamp.check` saw, to notice a state that has stalled.
+"""Remembers the states that `jamp.check` saw, to notice a state that has stalled.
 
 Between two calls, a run that trains changes `step` or `skipped_steps`.
 """
@@ -17,13 +17,13 @@ _MOST_LEAVES, _MOST_ELEMENTS = 32, 2**14
 
 
 class Seen(NamedTuple):
-    """What `check` remembers of a run, without its arrays.
+    """The record of a run that `check` keeps, without arrays.
 
     Attributes:
         values: a hash of the counters and of a sample of the weights.
-        skips: all skipped steps.
+        skips: the number of skipped steps.
         scales: the scale of each loss.
-        stalls: how many states with these values came after the first.
+        stalls: the number of states with these values after the first one.
         steps: the `step` arrays with these values that are still alive.
     """
 
@@ -38,7 +38,7 @@ _runs: collections.OrderedDict[int, Seen] = collections.OrderedDict()
 
 
 def watch(state: Any) -> tuple[Seen | None, Seen]:
-    """Returns what was remembered of the state's run before, and what is now.
+    """Returns the old and the new record of the state's run.
 
     A state has stalled if its arrays are new and its values are not. The same arrays,
     as in an evaluation, are not a stall.
@@ -66,12 +66,12 @@ def watch(state: Any) -> tuple[Seen | None, Seen]:
 
 
 def forget() -> None:
-    """Forgets all runs, because a restored state is not the successor of another."""
+    """Forgets all runs, because a restored state does not follow from another state."""
     _runs.clear()
 
 
 def _sample(state: Any) -> list[bytes]:
-    """The smallest leaves, on this host: they tell runs with equal counters apart."""
+    """Returns the smallest leaves, which distinguish runs with equal counters."""
     leaves = jax.tree.leaves((state.params, state.opt_state))
     arrays = [x for x in leaves if isinstance(x, jax.Array) and is_float(x)]
     local = [x.addressable_data(0) for x in arrays if not x.is_deleted()]

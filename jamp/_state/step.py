@@ -33,12 +33,12 @@ _NO_MASTERS = (
 
 
 class Group(NamedTuple):
-    """Params with an optimizer of their own.
+    """Params with their own optimizer.
 
     Attributes:
-        tx: a transformation, maybe wrapped in `master_weights`; None for inference.
-        opt_state: its state.
-        params: the whole params, non-float leaves included.
+        tx: a transformation, with or without `master_weights`; None for inference.
+        opt_state: the state of `tx`.
+        params: all params, including non-float leaves.
     """
 
     tx: optax.GradientTransformation | None
@@ -47,7 +47,7 @@ class Group(NamedTuple):
 
     @property
     def inner_state(self) -> Any:
-        """The state of the optimizer without masters, alike at all levels."""
+        """The optimizer's state without masters. It has the same form at all levels."""
         kept = self.opt_state
         return (
             kept.inner_state if isinstance(kept, masters.MasterWeightsState) else kept
@@ -61,7 +61,7 @@ class Group(NamedTuple):
         return jax.tree.map(Weight, trained)
 
     def check_masters(self) -> None:
-        """Raises if the optimizer keeps masters and its state has none."""
+        """Raises if the optimizer keeps masters, but its state has none."""
         kept = isinstance(self.opt_state, masters.MasterWeightsState)
         if isinstance(self.tx, masters.MasterWeights) and not kept:
             raise TypeError(_NO_MASTERS.format(type(self.opt_state).__name__))
@@ -94,13 +94,13 @@ def pack_groups(by_key: Mapping[Key, Group], like: PyTree) -> dict[str, Any]:
 
 @moves_constants
 def master_params(state: TrainState) -> PyTree:
-    """Returns the params in float32: the masters where there are any.
+    """Returns the params in float32, from the masters if the state has them.
 
     Args:
         state: an AmpState.
 
     Returns:
-        A tree like `state.params`. Half params without masters are widened.
+        A tree like `state.params`. Half params without masters are cast to float32.
 
     >>> import jamp, jax.numpy as jnp, optax
     >>> params = jnp.full(1, 0.1)
@@ -129,18 +129,18 @@ def step(
 ) -> Group:
     """Steps the masters, or the params if there are none, in float32.
 
-    A fused optimizer does so in one pass over each leaf. Moments of half params are in
-    float32 too: in float16 the second moment would underflow, and an epsilon of 1e-8
+    A fused optimizer does this in one pass over each leaf. Moments of half params are
+    float32 too: in float16, the second moment would underflow, and an epsilon of 1e-8
     would be zero.
 
     Args:
-        group: params and the state of their optimizer.
+        group: the params and the state of their optimizer.
         grads: unscaled gradients in float32.
         overwrite: new values of Flax's `_overwrite_with_gradient`, or None.
-        clean: whether to step. If not, all bits stay. The step selects, because a
-            `lax.cond` would save the work of a rare skip and cost a GPU 40 % more
+        clean: whether to step. If not, all bits stay. The step uses a select: a
+            `lax.cond` would save work only on a rare skip, and cost a GPU 40 % more
             traffic in every step.
-        count: steps taken before, if params without masters are rounded
+        count: the number of earlier steps, to round params without masters
             stochastically.
         key: the group's key, on which the random bits depend.
         update_args: extra arguments for `tx.update`.

@@ -43,7 +43,7 @@ SCALE_TOO_HIGH = {
 
 
 def words_of(eqn: jc.JaxprEqn, dtype: str) -> str:
-    """An operation in words. A cast names the dtype of its result."""
+    """Returns an operation in words. A cast names the dtype of its result."""
     name = primitive_name(eqn)
     if name not in _CASTS:
         return _WORDS.get(name, f"`{name}`").format_map(eqn.params)
@@ -77,7 +77,7 @@ def _is_float16(found: Location) -> bool:
 
 
 def _is_at_pole(found: Location) -> bool:
-    """Whether a quotient, a root or a negative power is taken at zero."""
+    """Returns whether a quotient, a root or a negative power is taken at zero."""
     divides = found.primitive in _POLES or found.operation.startswith("a power x ** -")
     ranges = [(x.low or 0, x.high or 0) for x in found.operands[-1:]]
     return divides and any(low <= 0 <= high for low, high in ranges)

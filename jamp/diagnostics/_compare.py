@@ -106,7 +106,7 @@ def compare(
 
 
 def _at_level(state: AmpState, level: OptLevel, settings: LevelOptions) -> AmpState:
-    """A state of the same masters at another level."""
+    """Returns a state of the same masters at another level."""
     properties = Properties.from_opt_level(level, **settings)
     own = dataclasses.replace(state.properties, loss_scale=properties.loss_scale)
     if properties == own:

@@ -97,11 +97,11 @@ class Comparison:
         return tuple(row for row in adding if not row.is_late)
 
     def first(self, beyond: float = 0.05) -> Row | None:
-        """The first operation of the program with a larger error, or None."""
+        """Returns the first operation of the program with a larger error, or None."""
         return next((row for row in self.rows if row.error > beyond), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as dicts, lists, strings and numbers, for JSON."""
+        """Returns the report as dicts, lists, strings and numbers, for JSON."""
         found = dataclasses.asdict(self)
         found["rows"] = [dataclasses.asdict(row) for row in self.operations]
         return json.loads(json.dumps(found))

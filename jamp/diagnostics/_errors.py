@@ -148,7 +148,7 @@ def _is_float(value: Value) -> bool:
 
 
 def _are_others(operands: list[_Operand]) -> bool:
-    """Whether the partner reads the results of other operations."""
+    """Returns whether the partner reads the results of other operations."""
     runs = [(x.value.note.run, x.right.note.run) for x in operands]
     known = [pair for pair in runs if all(pair)]
     return {mine for mine, _ in known} != {other for _, other in known} or any(

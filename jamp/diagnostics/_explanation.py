@@ -53,7 +53,7 @@ class Explanation:
         return tuple(w if n == 1 else f"{w} ({n} ×)" for w, n in found.items() if w)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as dicts, lists, strings and numbers, for JSON."""
+        """Returns the report as dicts, lists, strings and numbers, for JSON."""
         totals = {"half_share": self.half_share, "warnings": self.warnings}
         return json.loads(json.dumps(dataclasses.asdict(self) | totals))
 
@@ -74,7 +74,7 @@ class Explanation:
         return "\n".join([self._title(), table(rows), *warnings])
 
     def __repr__(self) -> str:
-        """The totals."""
+        """Returns the totals."""
         return f"<jamp.Explanation {self._title()} print() shows the modules>"
 
     def _title(self) -> str:
@@ -91,7 +91,7 @@ class Explanation:
 
 
 def _magnitude(number: int) -> str:
-    """A number in three digits and a letter; "" for 0."""
+    """Returns a number in three digits and a letter; "" for 0."""
     for size, unit in _UNITS:
         if number >= size:
             return f"{number / size:.3g} {unit}"
@@ -99,7 +99,7 @@ def _magnitude(number: int) -> str:
 
 
 def _float32_words(operations: Iterable[Operation], modules: int) -> str:
-    """The operations in float32, and why, in one of several equal modules."""
+    """Returns the operations in float32, and why, in one of several equal modules."""
     counts: dict[str, Counter[str]] = {}
     for op in operations:
         if op.phase == "forward" and not is_half(op.dtype):

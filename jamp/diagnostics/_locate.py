@@ -81,7 +81,7 @@ def _located(step: Step, scale_moves: bool) -> Location:
 
 
 def _location_at(step: Step, scale: float) -> Location:
-    """The location at a loss scale, without advice."""
+    """Returns the location at a loss scale, without advice."""
     (loss, *grads), _ = find_causes(step, scale)
     number, total = float(np.asarray(loss.array, np.float32)), len(step.paths)
     location = _first_location(v.note for v in (loss, *grads) if v.note)
@@ -135,7 +135,7 @@ def find_causes(step: Step, scale: float) -> tuple[list[Value], list[Location]]:
 
 
 def _cause_of_input(value: Value, order: int) -> Cause | bool:
-    """The cause of an argument or a constant, which may be a mask."""
+    """Returns the cause of an argument or a constant, which may be a mask."""
     nan, inf = not_finite(value.array)
     if not (nan or inf):
         return False
@@ -164,7 +164,7 @@ def _cause_of_result(
 
 
 def _first_location(causes: Iterable[Cause]) -> Location | None:
-    """The first location among some causes and all of their ancestors.
+    """Returns the first location among some causes and all of their ancestors.
 
     Intended infinities come last, because most of them are harmless.
     """
@@ -185,7 +185,7 @@ def _has_inf_literal(eqn: jc.JaxprEqn) -> bool:
 
 
 def location_of(event: Event, site: Site, value: Value) -> Location:
-    """The location of an operation, without the loss and the gradients."""
+    """Returns the location of an operation, without the loss and the gradients."""
     floats = [v for v in event.read if is_differentiable(v.array)]
     result, made_by = range_of(value.array), ""
     if event.moves and floats and (maker := floats[0].maker):

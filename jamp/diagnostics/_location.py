@@ -107,7 +107,7 @@ class Location:
 
 
 def range_of(x: Array) -> Range:
-    """The range of a float array."""
+    """Returns the range of a float array."""
     array = np.asarray(x)
     nan, inf = np.isnan(array), np.isinf(array)
     finite = array[~(nan | inf)]

@@ -65,7 +65,7 @@ def measure(a: Array, b: Array, half: Any, *, is_fp8: bool = False) -> Differenc
 
 
 def norm(x: Array) -> float:
-    """The norm of the finite numbers of an array."""
+    """Returns the norm of the finite numbers of an array."""
     sizes = (np.abs(block) for block in _blocks(np.asarray(x)))
     return math.sqrt(sum(_square(size[np.isfinite(size)]) for size in sizes))
 
@@ -77,7 +77,7 @@ def _square(x: np.ndarray) -> float:
 
 
 def _blocks(x: np.ndarray) -> Iterator[np.ndarray]:
-    """The numbers of an array, in float32 or wider."""
+    """Returns the numbers of an array, in float32 or wider."""
     flat, dtype = x.reshape(-1), x.dtype if x.dtype.itemsize > 2 else np.float32
     for i in range(0, flat.size, _BLOCK):
         yield flat[i : i + _BLOCK].astype(dtype, copy=False)

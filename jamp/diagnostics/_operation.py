@@ -51,17 +51,17 @@ class Operation:
 
 
 def is_half(dtype: str | None) -> bool:
-    """Whether a dtype is float16, bfloat16 or fp8."""
+    """Returns whether a dtype is float16, bfloat16 or fp8."""
     return dtype in ("float16", "bfloat16") or is_fp8(dtype)
 
 
 def is_fp8(*dtypes: str | None) -> bool:
-    """Whether dtypes, by their names, have 8 bits."""
+    """Returns whether dtypes, by their names, have 8 bits."""
     return all(str(dtype).startswith("float8") for dtype in dtypes)
 
 
 def computes(op: Operation) -> bool:
-    """Whether it computes floats: moves, casts, masks and integers do not."""
+    """Returns whether it computes floats: moves, casts, masks and integers do not."""
     return (
         op.why != "program"
         and op.rule != "move"

@@ -119,7 +119,7 @@ def _place(site: Site) -> tuple[int, str, str]:
 
 
 def decides(eqn: jc.JaxprEqn) -> bool:
-    """Whether it makes a number of a condition, as a router does."""
+    """Returns whether it makes a number of a condition, as a router does."""
     name = eqn.primitive.name
     return name == "convert_element_type" and eqn.invars[0].aval.dtype == jnp.bool  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -143,7 +143,7 @@ def _label_of(site: Site) -> Label | None:
 def _labels_in(
     program: jc.Jaxpr, context: Context, times: int = 1
 ) -> Iterator[tuple[Any, Label, int]]:
-    """The place and the label of each operation, and how often it runs."""
+    """Returns the place and the label of each operation, and how often it runs."""
     for eqn in program.eqns:
         site = Site(eqn, program, context)
         if label := _label_of(site):

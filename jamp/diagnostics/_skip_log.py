@@ -47,7 +47,7 @@ class SkipLog:
 
     @classmethod
     def of(cls, state: AmpState, size: int = 16) -> Self:
-        """An empty log for a state; for NNX, for `optimizer.amp_state(model)`.
+        """Returns an empty log for a state; for NNX, for `optimizer.amp_state(model)`.
 
         `size` is how many skips it keeps; a ValueError if it is less than 1.
         """
@@ -107,7 +107,7 @@ class SkipLog:
         )
 
     def skips(self) -> list[dict[str, Any]]:
-        """The entries, oldest first. Waits for the device.
+        """Returns the entries, oldest first. Waits for the device.
 
         Each has the number of steps taken before it ("step"), the "loss", the loss
         "scale", and the paths of the "params" whose gradients were not finite.

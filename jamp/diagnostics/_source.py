@@ -28,7 +28,7 @@ MOVES = tuple(map(Shape, "same mark reshape rearrange repeat move".split()))
 
 
 def is_installed(file: str) -> bool:
-    """Whether a file belongs to an installed package, to Python or to jamp."""
+    """Returns whether a file belongs to an installed package, to Python or to jamp."""
     return file.startswith((*_INSTALLED, _JAMP, "<frozen "))
 
 
@@ -40,12 +40,12 @@ def user_line(eqn: jc.JaxprEqn) -> str:
 
 
 def short_line(line: str) -> str:
-    """A line relative to the current folder."""
+    """Returns a line relative to the current folder."""
     return line.removeprefix(os.path.join(os.getcwd(), ""))
 
 
 def module_path(names: str) -> str:
-    """The modules and scopes of a name stack, without the words that JAX adds.
+    """Returns the modules and scopes of a name stack, without the words that JAX adds.
 
     >>> module_path("transpose(jvp(Net))/Block/jvp(Net)/rematted_computation/Block/up")
     'Net/Block/up'
@@ -62,14 +62,14 @@ def module_path(names: str) -> str:
 
 
 def moves(eqn: jc.JaxprEqn) -> bool:
-    """Whether the result holds the numbers of the one float operand."""
+    """Returns whether the result holds the numbers of the one float operand."""
     name = eqn.primitive.name
     is_move = traits_of(name).shape in MOVES or name in TO_FP8
     return is_move and sum(is_differentiable(v.aval) for v in eqn.invars) <= 1
 
 
 def is_backward(names: str) -> bool:
-    """Whether a name stack belongs to the backward pass."""
+    """Returns whether a name stack belongs to the backward pass."""
     return "transpose(" in names
 
 
@@ -109,5 +109,5 @@ class Site(NamedTuple):
         return "backward" if is_backward(self.names) else "forward"
 
     def inside(self, *loops: str) -> Context:
-        """The context of a program that the equation holds."""
+        """Returns the context of a program that the equation holds."""
         return Context(self.names, self.line, (*self.context.loops, *loops))

@@ -31,7 +31,7 @@ class Step(NamedTuple):
     scale_path: str = ""  # the input that holds it
 
     def inputs_at(self, scale: float) -> list[tuple[Any, str]]:
-        """The inputs with another loss scale."""
+        """Returns the inputs with another loss scale."""
         scaled = {self.scale_path: jnp.asarray(scale, jnp.float32)}
         return [(scaled.get(path, x), path) for x, path in self.inputs]
 
@@ -124,6 +124,6 @@ def trace_scaled_step(
 
 
 def matmul_dtype(properties: Properties) -> Any:
-    """The half dtype of a level's matmuls; None if they run in float32."""
+    """Returns the half dtype of a level's matmuls; None if they run in float32."""
     autocast = properties.patch_functions_type if properties.patch_functions else None
     return half_dtype(properties) or autocast

@@ -1,6 +1,6 @@
-"""The cut-down `FP16_Optimizer` of apex.optimizers, on one flat buffer per group.
+"""The cut-down `FP16_Optimizer` of apex.optimizers, with a flat vector per group.
 
-After apex/optimizers/fp16_optimizer.py of 2019.
+Based on apex/optimizers/fp16_optimizer.py of 2019.
 """
 
 import functools
@@ -24,15 +24,14 @@ class FlatFP16_Optimizer(FP16_Optimizer):  # noqa: N801, apex's way to write it
     """`FP16_Optimizer` around fused optimizers that step one flat vector per group.
 
     `step` unscales the sum of all `backward` passes. It skips if the norm of a group's
-    gradients is not finite, under a static scale too. A dynamic scale starts at 2^16,
+    gradients is not finite, also with a static scale. A dynamic scale starts at 2^16,
     halves on overflow but not below 1, and doubles every 1000 clean steps. `zero_grad`
     always sets the gradients to None.
 
     Args:
-        init_optimizer: one of `jamp.optimizers`, or a list, tuple or dict with one per
-            group.
+        init_optimizer: a fused optimizer, or a list, tuple or dict with one per group.
         static_loss_scale, dynamic_loss_scale, verbose: see `FP16_Optimizer`.
-        dynamic_loss_args: a SystemError, as in apex.
+        dynamic_loss_args: must be None, as in apex; otherwise a SystemError.
 
     >>> import jamp
     >>> tx = jamp.optimizers.fused_sgd(0.5)

@@ -1,6 +1,6 @@
-"""apex's `FP16_Optimizer`: masters, loss scale and gradients behind one object.
+"""apex's `FP16_Optimizer`: masters, loss scale and gradients in one object.
 
-After apex/fp16_utils/fp16_optimizer.py.
+Based on apex/fp16_utils/fp16_optimizer.py.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,10 +34,10 @@ class FP16State(flax.struct.PyTreeNode):
     Attributes:
         params: the model's params, half or float32.
         opt_state: masters, and the state of the wrapped optimizer.
-        model_grads: gradients times the loss scale, in float32, that wait for
-            `update_master_grads`; None if none wait.
-        master_grads: gradients since `zero_grad`, in float32; None where dropped.
-        overflow: whether some `master_grads` are not finite, shape (), bool.
+        model_grads: scaled float32 gradients that `update_master_grads` has not read
+            yet, or None.
+        master_grads: the float32 gradients since `zero_grad`, or None.
+        overflow: whether any of the `master_grads` is not finite, shape (), bool.
         loss_scaler: the loss scale and its counters.
     """
 
@@ -60,20 +60,20 @@ type Closure = Callable[[FP16State], tuple[Float[Array, ""], FP16State]]
 class FP16_Optimizer:  # noqa: N801, apex's name
     """Wraps an optax optimizer for a model whose params are half.
 
-    `AmpState` does the same with less to call; this is apex's older interface. Methods
-    work under `jit`, where nothing is printed.
+    This is apex's older interface. `AmpState` does the same with fewer calls. Methods
+    work under `jit`, and then print nothing.
 
     Args:
         init_optimizer: an optax transformation.
-        static_loss_scale: the loss scale, which checks nothing.
-        dynamic_loss_scale: whether it moves, and steps with overflows are skipped.
+        static_loss_scale: a loss scale that does not move and checks nothing.
+        dynamic_loss_scale: whether the scale moves, and overflows skip steps.
         dynamic_loss_args: `init_scale` (2^16), `scale_factor` (2), `scale_window`
             (2000), `min_loss_scale`, `max_loss_scale` (2^24).
         verbose: whether `init` prints the params' dtypes and shapes.
 
     Raises:
         TypeError: `init_optimizer` is not a transformation, or an argument is unknown.
-        ValueError: it keeps masters already, or a number is out of range.
+        ValueError: `init_optimizer` keeps masters, or a number is out of range.
 
     >>> import optax
     >>> optimizer = FP16_Optimizer(optax.sgd(0.5), dynamic_loss_scale=True,
@@ -91,7 +91,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
 
     optimizer: MasterWeights
     rule: rules.LossScaleRule
-    _unscales_in_step: bool = False  # and not after each `backward`
+    _unscales_in_step: bool = False  # instead of after each `backward`
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
             self.rule = rules.DynamicLossScale(**own)
 
     def init(self, params: PyTree) -> FP16State:
-        """The state for half and float32 params, with gradients of zero.
+        """Returns the state for half and float32 params, with zero gradients.
 
         Raises:
             TypeError: a float leaf has another dtype.
@@ -162,12 +162,12 @@ class FP16_Optimizer:  # noqa: N801, apex's name
     ) -> tuple[Any, FP16State]:
         """Adds gradients of `loss_fn(params, *args, **kwargs)` to `state.model_grads`.
 
-        Calls `update_master_grads` too, unless that is False, as for all losses but the
-        last.
+        It then calls `update_master_grads`, unless the argument is False. Pass False
+        for all losses but the last.
 
         Returns:
-            `(loss, state)`, or `((loss, aux), state)` with `has_aux`; the loss
-            unscaled, in float32.
+            `(loss, state)`, or `((loss, aux), state)` with `has_aux`. The loss is
+            unscaled and float32.
         """
         held, checks = (state.params, state.loss_scale), self.rule.check
         value, grads = grad_of_scaled(
@@ -201,9 +201,9 @@ class FP16_Optimizer:  # noqa: N801, apex's name
     def clip_master_grads(
         self, state: FP16State, max_norm: ArrayLike, norm_type: float | str = 2
     ) -> tuple[Float[Array, ""], FP16State]:
-        """Clips `master_grads` by `clip_grad_norm`; returns `(norm, state)`.
+        """Clips `master_grads` with `clip_grad_norm`, and returns `(norm, state)`.
 
-        After an overflow the norm is -1, and the gradients stay as they are.
+        After an overflow, the norm is -1, and the gradients do not change.
         """
         grads = _needed(state.master_grads)
         norm, clipped = clip_grad_norm(grads, max_norm, norm_type)
@@ -214,9 +214,9 @@ class FP16_Optimizer:  # noqa: N801, apex's name
     def step(self, state: FP16State, closure: Closure | None = None) -> Any:
         """Steps the masters and rounds them to the params, or skips on overflow.
 
-        A closure `state -> (loss, state)` calls `zero_grad` and `backward` itself. It
-        runs again while it overflows, until the scale is at its floor, and in line
-        searches. With one, the method returns `(loss, state)`.
+        A closure `state -> (loss, state)` calls `zero_grad` and `backward`. `step`
+        calls it again while it overflows and the scale is above its floor, and so do
+        line searches. With a closure, `step` returns `(loss, state)`.
         """
         loss, update_args = None, {}
         if closure is not None:
@@ -263,20 +263,20 @@ class FP16_Optimizer:  # noqa: N801, apex's name
                 )
 
     def zero_grad(self, state: FP16State, set_grads_to_None: bool = False) -> FP16State:
-        """The state with gradients of zero, or None, and no overflow."""
+        """Returns the state with gradients of zero or None, and no overflow."""
         drops = set_grads_to_None or self._unscales_in_step
         grads = None if drops else _zeros(state.params)
         clean = jnp.zeros_like(state.overflow)
         return state.replace(model_grads=None, master_grads=grads, overflow=clean)
 
     def inspect_master_grad_data(self, state: FP16State) -> PyTree | None:
-        """The masters' gradients; None, and a warning, after an overflow."""
+        """Returns the masters' gradients, or None and a warning after an overflow."""
         if state.overflow:
             warn("The gradients overflowed and are invalid.", PrecisionWarning)
         return None if state.overflow else state.master_grads
 
     def set_loss_scale(self, state: FP16State, value: ArrayLike) -> FP16State:
-        """The state with another loss scale, and `model_grads` scaled to match."""
+        """Returns the state with another loss scale, and rescales `model_grads`."""
         check_scale("value", value)
         scale = place_like(jnp.asarray(value, FLOAT32), state.loss_scale)
         ratio = scale / state.loss_scale
@@ -286,11 +286,11 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         )
 
     def master_params(self, state: FP16State) -> PyTree:
-        """The params in float32: masters, and those that are their own."""
+        """Returns the params in float32, from the masters if there are any."""
         return wide_group(self._group(state))
 
     def state_dict(self, state: FP16State) -> dict[str, Any]:
-        """A checkpoint by apex's names, without gradients: save after `step`."""
+        """Returns apex's state dict, which has no gradients. Save it after `step`."""
         return to_names(self._saved(state))
 
     def _saved(self, state: FP16State) -> dict[str, PyTree]:
@@ -307,10 +307,10 @@ class FP16_Optimizer:  # noqa: N801, apex's name
     def load_state_dict(
         self, state: FP16State, state_dict: Mapping[str, Any]
     ) -> FP16State:
-        """The state with the values of a `state_dict`, and params rounded from them.
+        """Returns the state with the values of a `state_dict`, and rounds the params.
 
         Raises:
-            ValueError: a name, shape or dtype differs, or the kind of loss scale.
+            ValueError: a name, a shape, a dtype or the kind of loss scale differs.
         """
         saved = self._saved(state)
         names = jax.eval_shape(to_names, saved)
@@ -332,7 +332,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         return Group(self.optimizer, state.opt_state, state.params)
 
 
-# apex's names of a dynamic scale's arguments, and jamp's.
+# apex's names of the arguments of a dynamic scale, and jamp's.
 _NAMES = {
     "init_scale": "init_scale",
     "scale_factor": "factor",
@@ -343,7 +343,7 @@ _NAMES = {
 
 
 def _zeros(params: PyTree) -> PyTree:
-    """Gradients of 0 in float32."""
+    """Makes float32 zeros like the params."""
     trained = trees.differentiable(params)
     return jax.tree.map(lambda p: jnp.zeros_like(p, FLOAT32), trained)
 
@@ -353,7 +353,7 @@ def _add(before: PyTree | None, grads: PyTree) -> PyTree:
 
 
 def _needed[T](grads: T | None) -> T:
-    """The gradients; raises if there are none."""
+    """Raises if there are no gradients, and returns them."""
     if grads is None:
         raise ValueError(
             "There are no gradients: call `loss, state = optimizer.backward(state, "

@@ -1,6 +1,6 @@
 """Half params and float32 masters by hand, and clipping.
 
-After apex/fp16_utils/fp16util.py. Lists of apex are trees here; a list is a tree, too.
+Based on apex/fp16_utils/fp16util.py. Functions take trees where apex takes lists.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from pallas_kernels import norm as norm_of
 
 
 def tofp16() -> Callable[[PyTree], Any]:
-    """A layer that casts its float inputs to float16, for `nn.Sequential`."""
+    """Returns a layer for `nn.Sequential` that casts float inputs to float16."""
     return _to_float16
 
 
@@ -48,9 +48,9 @@ _HALF = Properties.from_opt_level("O2", cast_model_outputs=jnp.float16)
 
 
 def network_to_half(params: PyTree, batch_stats: PyTree = None) -> Any:
-    """Params in float16, except BatchNorm's, which `jamp.cast_model` finds.
+    """Casts params to float16, except BatchNorm's, which `jamp.cast_model` finds.
 
-    It does not cast inputs: use `FP16Model`, or `tofp16` as the first layer.
+    It does not cast inputs. For this, use `FP16Model`, or `tofp16` as the first layer.
     """
     return convert_network(params, jnp.float16, batch_stats)
 
@@ -58,12 +58,12 @@ def network_to_half(params: PyTree, batch_stats: PyTree = None) -> Any:
 def convert_network(
     params: PyTree, dtype: DTypeLike, batch_stats: PyTree = None
 ) -> Any:
-    """Params in `dtype`, except BatchNorm's, which `jamp.cast_model` finds."""
+    """Casts params to `dtype`, except BatchNorm's, which `jamp.cast_model` finds."""
     return cast_model(params, dtype, keep_batchnorm_fp32=True, batch_stats=batch_stats)
 
 
 def convert_module(params: Mapping[Any, Any], dtype: DTypeLike) -> Any:
-    """A module's own params in `dtype`; its submodules keep theirs."""
+    """Casts the params of a module to `dtype`, except those of its submodules."""
     if not isinstance(params, Mapping):
         raise TypeError(
             "convert_module takes the mapping of a module's params, got "
@@ -75,12 +75,12 @@ def convert_module(params: Mapping[Any, Any], dtype: DTypeLike) -> Any:
 
 
 def BN_convert_float(params: PyTree, batch_stats: PyTree = None) -> Any:  # noqa: N802
-    """BatchNorm's params in float32; other params keep their dtypes."""
+    """Casts BatchNorm's params to float32, and no others."""
     return cast_params(params, None, keep_rule(params, True, batch_stats, ()))
 
 
 def prep_param_lists(params: PyTree, flat_master: bool = False) -> tuple[PyTree, Any]:
-    """The params, and a tree of float32 masters, or a list of one flat master.
+    """Returns the params and a tree of float32 masters, or a list of one flat master.
 
     Raises:
         TypeError: a leaf is not a float array.
@@ -98,7 +98,7 @@ def model_grads_to_master_grads(
 ) -> Any:
     """Casts gradients to float32, in the structure that `prep_param_lists` returns.
 
-    It does not unscale them. A gradient may be None without `flat_master`.
+    It does not unscale them. Without `flat_master`, a gradient may be None.
     """
     if not flat_master:
         return widen_tree(model_grads)
@@ -110,7 +110,7 @@ def model_grads_to_master_grads(
 def master_params_to_model_params(
     model_params: PyTree, master_params: PyTree, flat_master: bool = False
 ) -> PyTree:
-    """The masters of `prep_param_lists`, rounded to the dtypes of the params."""
+    """Rounds the masters of `prep_param_lists` to the dtypes of the params."""
     masters, remedy = master_params, "they must be like the params."
     if flat_master:
         own, unravel = ravel_pytree(widen_tree(model_params))
@@ -121,7 +121,7 @@ def master_params_to_model_params(
 
 
 def to_python_float(t: ArrayLike) -> float:
-    """The number in an array of one element."""
+    """Returns the number in an array of one element."""
     return np.asarray(t).item()
 
 
@@ -130,7 +130,7 @@ def clip_grad_norm(
 ) -> tuple[Float[Array, ""], PyTree]:
     """Returns `(norm, grads)`, with g * min(1, max_norm / (norm + 1e-6)) as in torch.
 
-    The norm of all leaves together has the order `norm_type`; "inf" is a maximum.
+    The norm covers all leaves together. Its order is `norm_type`; "inf" is the maximum.
     """
     order = float(norm_type)
     if not order > 0:

@@ -1,6 +1,6 @@
-"""The loss scalers of apex's `fp16_utils`: rules of `jamp` by apex's names.
+"""The loss scalers of apex's `fp16_utils`: rules of `jamp` with apex's names.
 
-After apex/fp16_utils/loss_scaler.py.
+Based on apex/fp16_utils/loss_scaler.py.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from jamp._scaling.loss import grad_of_scaled
 
 
 class LossScaler:
-    """A static loss scale, which finds no overflow.
+    """A static loss scale, which detects no overflow.
 
     >>> scaler = LossScaler(128.0)
     >>> loss, grads = scaler.backward(scaler.init(), lambda w: 3 * w, jnp.ones(()))
@@ -29,17 +29,17 @@ class LossScaler:
         self.rule: rules.LossScaleRule = rules.StaticLossScale(scale)
 
     def init(self) -> rules.LossScaleState:
-        """The state before the first step."""
+        """Returns the state before the first step."""
         return self.rule.init()
 
     def has_overflow(self, grads: PyTree) -> Bool[Array, ""]:
-        """Whether any element is inf or NaN; False under a static scale, as in apex."""
+        """Returns whether any element is inf or NaN; False for a static scale."""
         return ~all_finite(grads if self.rule.check else ())
 
     def update_scale(
         self, state: rules.LossScaleState, overflow: Bool[Array, ""]
     ) -> rules.LossScaleState:
-        """The state after a step."""
+        """Returns the state after a step."""
         return self.rule.update(state, ~jnp.asarray(overflow, bool))
 
     def scale_gradient(self, state: rules.LossScaleState, grads: PyTree) -> PyTree:
@@ -55,7 +55,7 @@ class LossScaler:
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Float[Array, ""], PyTree]:
-        """`loss_fn(params, *args, **kwargs)`, and its gradients times the scale."""
+        """Returns `loss_fn(params, *args, **kwargs)` and its scaled gradients."""
         scale, checks = state.scale, self.rule.check
         return grad_of_scaled(loss_fn, params, scale, args, kwargs, checks=checks)
 
@@ -63,7 +63,7 @@ class LossScaler:
 class DynamicLossScaler(LossScaler):
     """apex's first dynamic loss scale: `jamp.DynamicLossScale` with other numbers.
 
-    It falls to 1 at the lowest, and grows without a ceiling.
+    Its floor is 1, and it has no ceiling.
 
     >>> scaler = DynamicLossScaler(scale_window=2)
     >>> state = scaler.update_scale(scaler.init(), jnp.isinf(jnp.inf))

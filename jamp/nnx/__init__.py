@@ -1,4 +1,4 @@
-"""jamp for Flax NNX, whose models hold their Variables and change in place.
+"""The adapter for Flax NNX, where models hold their Variables and change in place.
 
 May import all packages. It takes the arrays out of models, calls the functions of the
 other packages with them, and writes the results back.

@@ -42,7 +42,7 @@ def autocast[**P, R](
 
 
 def autocast_in[**P, R](scope: Scope, fn: Callable[P, R]) -> Callable[P, R]:
-    """Writes `fn` in a scope, where it sees the half params of models in float32."""
+    """Rewrites `fn` in a scope, in which half params of models appear as float32."""
 
     @functools.wraps(fn)
     def autocast_fn(*args, **kwargs):
@@ -72,7 +72,7 @@ def patch(model: nnx.Module, properties: Properties) -> None:
     if properties.cast_model_type:
         module: Any
         for _, module in nnx.iter_modules(model):
-            with contextlib.suppress(TypeError):  # a field `dtype` may hold anything
+            with contextlib.suppress(TypeError):  # a field `dtype` may hold any object
                 if jnp.dtype(vars(module).get("dtype")) in HALF_DTYPES:
                     module.dtype = FLOAT32  # the level decides what runs in half
     if properties.enabled:
@@ -110,7 +110,7 @@ def _blank(cls: type, properties: Properties) -> Any:
 
 
 def _under_level(forward: Any, properties: Properties) -> Callable[..., Any]:
-    """Wraps the `__call__` of a model to run under its level."""
+    """Wraps the `__call__` of a model so that it runs under the model's level."""
 
     def run(model, *args, **kwargs):
         args, kwargs = map_arrays(lambda x: model_inputs(x, properties), (args, kwargs))

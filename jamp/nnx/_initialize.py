@@ -57,7 +57,8 @@ def initialize(
 
     Args:
         models: an nnx.Module in float32, or a list, tuple or dict of them.
-        tx: an optax transformation, or a container like `models` with one for each.
+        tx: an optax transformation, or a container like `models` with one for each
+            model.
         opt_level: "O0" to "O6".
         wrt: a filter of the Variables to train, such as `nnx.LoRAParam`. The other
             params are cast and then stay constant.

@@ -1,4 +1,4 @@
-"""Calls of functions of NNX models, as functions of arrays."""
+"""Converts calls of functions of NNX models to functions of arrays."""
 
 from collections.abc import Callable
 from typing import Any
@@ -78,7 +78,7 @@ def loss_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> "PureCall":
-    """Makes the call of a loss a function of the trained params."""
+    """Converts the call of a loss to a function of the trained params."""
     scope = scope_by(optimizer.properties)
     call = PureCall(loss_fn, (models, *args), kwargs, scope, optimizer.wrt)
     arguments = list(call.nodes.values())[call.first.num_leaves :]
@@ -123,7 +123,7 @@ class PureCall:
         self.values = [variable.get_value() for _, variable in self.rest]
 
     def __call__(self, params: PyTree, others: Any, values: Any) -> tuple[Any, Any]:
-        """Calls `fn`; a Variable that it does not write to has None in `written`."""
+        """Calls `fn`. A Variable to which `fn` does not write has None in `written`."""
         trained = {} if params is None else self.first.flatten_up_to((params,))
         pairs = zip(self.rest, values, strict=True)
         rest = [(path, v.replace(self._show(path, v, x))) for (path, v), x in pairs]

@@ -79,7 +79,7 @@ def by_path(arrays: PyTree) -> Mapping[Any, Any]:
 
 
 def is_node(x: object) -> bool:
-    """Whether `x` is a Variable or holds Variables."""
+    """Returns whether `x` is a Variable or holds Variables."""
     return isinstance(x, nnx.Pytree | nnx.Variable)
 
 

@@ -1,7 +1,7 @@
-"""apex's fused optimizers as optax transformations, and the masters that any keeps.
+"""apex's fused optimizers as optax transformations, and masters for any optimizer.
 
-May import `_core`, and `pallas_kernels`. Each optimizer has one file; `_fused` has the
-code that they share, and `_masters` steps half params by any optax transformation.
+May import `_core` and `pallas_kernels`. Each optimizer has one file. `_fused` has the
+code that they share, and `_masters` steps half params with any optax transformation.
 """
 
 from jamp.optimizers._adagrad import (

@@ -1,6 +1,6 @@
 """Fused Adagrad, with L2 or decoupled weight decay.
 
-After apex's csrc/multi_tensor_adagrad.cu.
+Based on apex's csrc/multi_tensor_adagrad.cu.
 """
 
 import dataclasses
@@ -19,7 +19,8 @@ class FusedAdagradState(NamedTuple):
 
     Attributes:
         count: steps taken, shape (), int32.
-        sum_of_squares: of all gradients so far, like the params, in `moment_dtype`.
+        sum_of_squares: sums over all past gradients, like the params, in
+            `moment_dtype`.
     """
 
     count: Int[Array, ""]
@@ -36,14 +37,14 @@ def fused_adagrad(
     moment_dtype: DTypeLike = "float32",
     backend: str = "xla",
 ) -> fused.FusedTransformation:
-    r"""Adagrad as apex's FusedAdagrad.
+    r"""Adagrad, as in apex's FusedAdagrad.
 
     $$h \leftarrow h + g^2, \quad w \leftarrow w - \eta \frac{g}{\sqrt{h} + \epsilon}$$
 
-    optax puts epsilon under the root.
+    optax adds epsilon under the root.
 
     Args:
-        learning_rate, eps, mask, moment_dtype, backend: as of `fused_adam`.
+        learning_rate, eps, mask, moment_dtype, backend: see `fused_adam`.
         weight_decay: $\lambda$; $\lambda w$ is added to $g$.
         adagrad_w_mode: whether to add $\lambda w$ to the fraction instead.
 

@@ -1,6 +1,6 @@
 """Fused Adam, AdamW, and the FusedAdam of 2018.
 
-After apex's csrc/multi_tensor_adam.cu, and fused_adam_cuda_kernel.cu of 2018.
+Based on apex's csrc/multi_tensor_adam.cu, and on fused_adam_cuda_kernel.cu of 2018.
 """
 
 import dataclasses
@@ -44,25 +44,25 @@ def fused_adam(
     moment_dtype: DTypeLike = "float32",
     backend: str = "xla",
 ) -> fused.FusedTransformation:
-    r"""Adam and AdamW as apex's FusedAdam: moments, weights and copies in one pass.
+    r"""Adam and AdamW, as in apex's FusedAdam, in one pass over each leaf.
 
     $$m \leftarrow \beta_1 m + (1 - \beta_1) g, \quad
       v \leftarrow \beta_2 v + (1 - \beta_2) g^2, \quad
       w \leftarrow w - \eta \Big(\frac{m / (1 - \beta_1^t)}
       {\sqrt{v / (1 - \beta_2^t)} + \epsilon} + \lambda w\Big)$$
 
-    Equals `optax.adamw`, and with `adam_w_mode=False`
+    It equals `optax.adamw`, and with `adam_w_mode=False`
     `optax.chain(optax.add_decayed_weights(wd), optax.adam(...))`. `max_grad_norm`
     equals `optax.clip_by_global_norm`.
 
     Args:
         learning_rate: $\eta$, or a schedule of the count of steps.
         b1, b2, eps, weight_decay: $\beta_1$, $\beta_2$, $\epsilon$, $\lambda$.
-        adam_w_mode: whether to decay as above; else $\lambda w$ is added to $g$.
+        adam_w_mode: whether to decay as above. If False, $\lambda w$ is added to $g$.
         bias_correction: whether to divide by $1 - \beta^t$.
         max_grad_norm: clips the norm of all gradients; None or 0 clips nothing.
-        legacy: selects apex's FusedAdam before August 2019: epsilon is added before the
-            correction, which multiplies the decay too, and clipping divides by
+        legacy: selects apex's FusedAdam before August 2019. It adds epsilon before the
+            bias correction, which also multiplies the decay, and clips by dividing by
             (norm + 1e-6) / max_grad_norm.
         eps_inside_sqrt: with `legacy`, adds epsilon under the root.
         mask: which leaves decay: a tree of bools, a prefix of the params' tree or a
@@ -71,8 +71,8 @@ def fused_adam(
         backend: "xla", "mosaic" or "interpret".
 
     Returns:
-        A transformation whose `update` also takes `grad_scale`, which gradients are
-        divided by, and `found_inf`, which makes the step a no-op.
+        A transformation whose `update` has two more arguments: it divides gradients by
+        `grad_scale`, and skips the step if `found_inf` is true.
 
     Raises:
         ValueError: a number is out of range, or options exclude each other.
@@ -129,7 +129,7 @@ class FusedAdam(fused.FusedRule):
         del leaves, options
         rate, c1 = self.rate(count), self.correction(self.b1, count)
         root: ArrayLike = 1 / jnp.sqrt(self.correction(self.b2, count))
-        if self.legacy:  # what divides by the root multiplies epsilon and the decay
+        if self.legacy:  # the factor of the root also multiplies epsilon and the decay
             rate, c1, root = rate / (c1 * root), 1.0, 1.0
         return {
             "rate": rate,
@@ -137,7 +137,7 @@ class FusedAdam(fused.FusedRule):
             "root": root,
             "decay": self.weight_decay,
             "b1": self.b1,
-            # of Python's numbers not in float32: digits cancel
+            # Python's numbers are not float32, where digits would cancel
             "a1": 1 - self.b1 if self.grad_averaging else 1.0,
             "b2": self.b2,
             "a2": 1 - self.b2,

@@ -1,6 +1,6 @@
-"""Rules, and their optax transformations, which can also step weights in one pass.
+"""Rules of fused optimizers, and their optax transformations.
 
-A rule is a frozen dataclass of hyperparameters that steps lists of leaves with kernels.
+A rule is a frozen dataclass of hyperparameters. It steps lists of leaves with kernels.
 """
 
 import copy
@@ -45,10 +45,10 @@ _MOMENTS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FusedRule(Hyperparameters, Rule):
-    """The hyperparameters that all fused optimizers have, and how they step trees."""
+    """The hyperparameters of all fused optimizers, and their step of a tree."""
 
-    state: ClassVar[Any]  # a NamedTuple of `count`, and trees like the params by name
-    per_leaf: ClassVar[tuple[str, ...]] = ()  # of these trees, those with one number
+    state: ClassVar[Any]  # a NamedTuple of `count` and trees like the params
+    per_leaf: ClassVar[tuple[str, ...]] = ()  # the trees with one number per leaf
 
     bias_correction: bool = False
     max_grad_norm: ArrayLike | None = number(optional=True, default=None)
@@ -65,9 +65,9 @@ class FusedRule(Hyperparameters, Rule):
 
     @property
     def static(self) -> Self:
-        """The rule without its numbers, which may be traced.
+        """Returns the rule without its numbers, which may be traced.
 
-        Rules that differ in their numbers alone run the same compiled formula.
+        Rules that differ only in their numbers run the same compiled formula.
         """
         rule = copy.copy(self)
         for field in dataclasses.fields(self):
@@ -76,11 +76,11 @@ class FusedRule(Hyperparameters, Rule):
         return rule
 
     def moments(self, params: PyTree) -> tuple[PyTree, ...]:
-        """The trees of a new state."""
+        """Returns the trees of a new state."""
         return tuple(self.zeros(params) for _ in self.state._fields[1:])
 
     def zeros(self, params: PyTree) -> PyTree:
-        """A moment of zeros, like the params; float64 for float64."""
+        """Returns zeros like the params, in float64 for float64 params."""
 
         def leaf(p):
             p = p if hasattr(p, "dtype") else jnp.asarray(p)
@@ -90,16 +90,16 @@ class FusedRule(Hyperparameters, Rule):
         return jax.tree.map(leaf, params)
 
     def numbers(self, count: Count, leaves: Leaves, options: Options) -> Scalars:
-        """The numbers that `formula` takes after `count` steps.
+        """Returns the numbers that `formula` takes after `count` steps.
 
-        A number with the name of a tree in the state is that tree's new value.
+        A number with the name of a tree in the state is the new value of the tree.
         """
         raise NotImplementedError
 
     def correction(self, b: ArrayLike, count: Count) -> Array | float:
-        """1 - b^t at step t = count + 1, or 1 for a rule that corrects nothing.
+        """Returns 1 - b^t at step t = count + 1, or 1 without bias correction.
 
-        By logarithms, because 1 - 0.999 in float32 has an error of 1e-5.
+        It uses logarithms, because 1 - 0.999 in float32 has an error of 1e-5.
         """
         if not self.bias_correction:
             return 1.0
@@ -110,9 +110,10 @@ class FusedRule(Hyperparameters, Rule):
         return -jnp.expm1((count.astype(jnp.float32) + 1) * log)
 
     def clipped(self, options: Options, grads: Sequence[Array]) -> Options:
-        """Options whose `unscale` clips gradients by their norm.
+        """Returns options whose `unscale` clips gradients by their norm.
 
-        A largest norm of 0 clips nothing. `optax.inject_hyperparams` makes it an array.
+        A `max_grad_norm` of 0 clips nothing. `optax.inject_hyperparams` makes it an
+        array.
         """
         most: Any = self.max_grad_norm
         if is_zero(most):
@@ -124,12 +125,12 @@ class FusedRule(Hyperparameters, Rule):
         return options._replace(unscale=unscale * factor)
 
     def clip_factor(self, norm: Float[Array, ""], most: ArrayLike) -> Array:
-        """The factor that brings gradients of a norm to at most `most`."""
-        # A NaN compares false, as in apex.
+        """Returns the factor that limits the norm of the gradients to `most`."""
+        # As in apex, a comparison with NaN is false.
         return jnp.where(norm > most, most / norm, 1)
 
     def init(self, params: PyTree) -> Any:
-        """optax's `init`."""
+        """Implements optax's `init`."""
         _check_leaves(params, "params")
         return self.state(jnp.zeros((), jnp.int32), *self.moments(params))
 
@@ -144,7 +145,7 @@ class FusedRule(Hyperparameters, Rule):
         found_inf: ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, Any]:
-        """optax's `update`."""
+        """Implements optax's `update`."""
         check_step(self.name, updates, params)
         _check_leaves(updates, "gradients")
         weights = jax.tree.map(lambda p: Weight(jnp.asarray(p)), params)
@@ -166,11 +167,11 @@ class FusedRule(Hyperparameters, Rule):
         """Steps a tree of `Weight` in one pass over each leaf.
 
         Args:
-            grads, state: gradients times `grad_scale`, and the last state.
+            grads, state: the gradients times `grad_scale`, and the state.
             weights: a tree like `grads` of `pallas_kernels.Weight`.
             grad_scale, found_inf: see `fused_adam`.
             rounds: whether to round bfloat16 weights without masters stochastically.
-            group: the key of these weights' group, for the random bits.
+            group: the key of the group of these weights, for the random bits.
             only_updates: whether to return updates instead of new weights.
         """
         rounds_some = rounds or self.moment_dtype == jnp.bfloat16
@@ -208,19 +209,19 @@ class FusedRule(Hyperparameters, Rule):
 
 
 class Transformation(optax.GradientTransformationExtraArgs):
-    """optax's pair, as the methods `init` and `update` of one frozen dataclass.
+    """The pair of optax, as the methods `init` and `update` of a frozen dataclass.
 
-    Transformations of equal rules are equal, so that JAX does not compile again.
+    Transformations with equal rules are equal, so that JAX does not compile again.
     """
 
     @classmethod
     def from_rule(cls, rule: Any) -> Self:
-        """The transformation of a rule."""
+        """Returns the transformation of a rule."""
         return cls(rule.init, rule.update)
 
     @property
     def rule(self) -> Any:
-        """The frozen dataclass whose methods these are."""
+        """The frozen dataclass that has these methods."""
         return self.init.__self__  # pyright: ignore[reportAttributeAccessIssue]
 
     def __eq__(self, other: object) -> bool:
@@ -237,25 +238,25 @@ class FusedTransformation(Transformation):
     """An optax transformation that can also step weights in one pass."""
 
     def replace(self, **changes: Any) -> Self:
-        """The same optimizer with other hyperparameters."""
+        """Returns the same optimizer with other hyperparameters."""
         return type(self).from_rule(dataclasses.replace(self.rule, **changes))
 
     def all_finite(
         self, grads: PyTree, grad_scale: ArrayLike | None = None
     ) -> Bool[Array, ""]:
-        """Whether no gradient is inf or NaN, shape (), bool.
+        """Returns whether no gradient is inf or NaN, shape (), bool.
 
-        Divides them by `grad_scale` in float32 first, as the step does: below 1 a
-        finite one may overflow.
+        It first divides them by `grad_scale` in float32, like the step, because a
+        finite gradient may overflow at a scale below 1.
         """
         options = self.rule.options(grad_scale)
         return ~found_inf_of(jax.tree.leaves(grads), options=options)
 
 
 def leaf_salts(tree: PyTree, group: Hashable = None) -> list[int]:
-    """A 32-bit number per leaf, from its path and the key of its group.
+    """Returns a 32-bit number per leaf, from its path and the key of its group.
 
-    By a checksum, because Python's `hash` differs between processes.
+    It is a checksum, because Python's `hash` differs between processes.
     """
     prefix = "" if group is None else f"{group!r}:"
     leaves = jax.tree_util.tree_leaves_with_path(tree)
@@ -264,7 +265,7 @@ def leaf_salts(tree: PyTree, group: Hashable = None) -> list[int]:
 
 
 def check_step(name: str, updates: PyTree, params: PyTree | None) -> None:
-    """Raises unless `update` of an optimizer got params, and updates like them."""
+    """Raises unless an optimizer's `update` got params, and updates of their shapes."""
     if params is None:
         raise ValueError(
             f"{name} needs the params: call `update(grads, state, params)`."

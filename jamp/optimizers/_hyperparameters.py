@@ -1,4 +1,4 @@
-"""Hyperparameters that every optimizer here has: their ranges, the rate, the mask."""
+"""The hyperparameters of every optimizer here: their ranges, the rate, the mask."""
 
 import dataclasses
 import math
@@ -16,13 +16,13 @@ from pallas_kernels import Options, check_backend
 
 type Mask = PyTree | Callable[[PyTree], PyTree] | None
 type Count = Int[Array, ""]
-# By name, of shape (), or (n,) for one per leaf.
+# The numbers of a formula by name, of shape (), or (n,) for one per leaf.
 type Scalars = dict[str, ArrayLike]
 type ScalarOrSchedule = float | Array | Callable[[Array], Any]
 
 
 def number(below: float = math.inf, optional: bool = False, **kwargs: Any) -> Any:
-    """A field that holds a number, from 0 to below a limit, or may hold None."""
+    """Makes a field for a number in [0, limit), or also for None."""
     return dataclasses.field(metadata={"below": below, "optional": optional}, **kwargs)
 
 
@@ -30,7 +30,7 @@ def number(below: float = math.inf, optional: bool = False, **kwargs: Any) -> An
 class Hyperparameters:
     """The hyperparameters of every optimizer here.
 
-    `shardings` has a NamedSharding per leaf, for a mesh of Auto axes, or is None.
+    `shardings` has one NamedSharding per leaf for a mesh of Auto axes, or is None.
     """
 
     name: ClassVar[str]
@@ -66,7 +66,7 @@ class Hyperparameters:
         return TypeError(text)
 
     def rate(self, count: Count) -> Float[Array, ""]:
-        """The learning rate of the step after `count` steps."""
+        """Returns the learning rate of the step after `count` steps."""
         rate = self.learning_rate
         if callable(rate):
             rate = rate(count)
@@ -77,7 +77,7 @@ class Hyperparameters:
     def options(
         self, grad_scale: ArrayLike | None = None, found_inf: ArrayLike | None = None
     ) -> Options:
-        """How kernels run, on gradients that are to be divided by a scale."""
+        """Returns the options of kernels for gradients that have a scale."""
         for name, value in (("grad_scale", grad_scale), ("found_inf", found_inf)):
             if isinstance(value, tuple | list) or getattr(value, "shape", ()):
                 raise self._not_one(name, value)
@@ -89,33 +89,33 @@ class Hyperparameters:
         return Options(unscale, skip, self.backend, self.shardings)
 
     def decays(self, params: PyTree) -> list[bool]:
-        """Per leaf, whether it decays."""
+        """Returns whether each leaf decays."""
         decays = [True] * len(jax.tree.leaves(params))
         if self.mask is not None:
             decays = _bools_like(params, self.mask(params))
         if is_zero(self.weight_decay):
-            decays = [False] * len(decays)  # which costs nothing
+            decays = [False] * len(decays)  # a decay of 0 then costs nothing
         return decays
 
 
 def is_one(x: object) -> bool:
-    """Whether `x` is one number, known now or traced."""
+    """Returns whether `x` is one number, either known or traced."""
     return is_number(x) or getattr(x, "shape", None) == ()
 
 
 def is_number(x: object) -> TypeIs[int | float | np.number]:
-    """Whether `x` is a number of Python or NumPy, known now."""
+    """Returns whether `x` is a number of Python or NumPy, and not traced."""
     return isinstance(x, int | float | np.number)
 
 
 def is_zero(x: object) -> bool:
-    """Whether `x` is a 0 known now."""
+    """Returns whether `x` is 0, and not traced."""
     return isinstance(x, int | float | np.number) and bool(x == 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class _MaskByValue:
-    """A mask by value, so that a transformation with one can be hashed."""
+    """A mask that hashes by value, so that a transformation with a mask does too."""
 
     leaves: tuple[bool, ...]
     structure: Any
@@ -125,7 +125,7 @@ class _MaskByValue:
 
 
 def _bools_like(params: PyTree, mask: PyTree) -> list[bool]:
-    """A bool for each leaf of the params, from a mask like them or a prefix of it."""
+    """Expands a mask to one bool for each leaf of the params."""
     try:
         leaves = jax.tree.leaves(jax.tree.broadcast(mask, params))
     except ValueError as error:

@@ -1,7 +1,7 @@
 """Fused LAMB, in two stages: the norms of weights and updates, then the step.
 
-After apex's csrc/multi_tensor_lamb.cu. You et al., *Large Batch Optimization for Deep
-Learning*, 2020, arXiv:1904.00962.
+Based on apex's csrc/multi_tensor_lamb.cu. You et al., *Large Batch Optimization for
+Deep Learning*, 2020, arXiv:1904.00962.
 """
 
 import dataclasses
@@ -32,21 +32,21 @@ def fused_lamb(
     moment_dtype: DTypeLike = "float32",
     backend: str = "xla",
 ) -> fused.FusedTransformation:
-    r"""LAMB as apex's FusedLAMB: a global clip, and a trust ratio for each leaf.
+    r"""LAMB, as in apex's FusedLAMB: a global clip, and a trust ratio for each leaf.
 
     $$u = \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t)} + \epsilon}
       + \lambda w, \quad
       w \leftarrow w - \eta \frac{\|w\|}{\|u\|} u,$$
 
     with Adam's moments of the clipped gradient. The ratio is 1 where a norm is 0.
-    Leaves that do not decay take the plain learning rate, unlike in optax.
+    Leaves that do not decay have no trust ratio, unlike in optax.
 
     Args:
-        learning_rate, b1, b2, eps, weight_decay, adam_w_mode: as of `fused_adam`.
-        bias_correction, max_grad_norm: as of `fused_adam`.
-        mask, moment_dtype, backend: as of `fused_adam`.
-        grad_averaging: whether $g$ enters $m$ with $1 - \beta_1$; else with 1.
-        use_nvlamb: whether to scale leaves that do not decay by the ratio, too.
+        learning_rate, b1, b2, eps, weight_decay, adam_w_mode: see `fused_adam`.
+        bias_correction, max_grad_norm: see `fused_adam`.
+        mask, moment_dtype, backend: see `fused_adam`.
+        grad_averaging: whether the factor of $g$ in $m$ is $1 - \beta_1$ or 1.
+        use_nvlamb: whether leaves that do not decay have a trust ratio too.
 
     Returns:
         A transformation, see `fused_adam`, which also lists the errors. Its state is a
@@ -81,7 +81,7 @@ class FusedLAMB(FusedAdam):
     name: ClassVar[str] = "fused_lamb"
 
     use_nvlamb: bool
-    clip_factor = fused.FusedRule.clip_factor  # of NaN as in apex's LAMB
+    clip_factor = fused.FusedRule.clip_factor  # as in apex's LAMB, also for NaN
 
     def numbers(
         self, count: fused.Count, leaves: Leaves, options: Options
@@ -89,7 +89,7 @@ class FusedLAMB(FusedAdam):
         numbers = super().numbers(count, leaves, options)
         plain = numbers | {"rate": 1.0}
         weight, update = step_norms(self.static, leaves, plain, options)
-        adapts = (weight != 0) & (update != 0)  # NaN too, as in apex
+        adapts = (weight != 0) & (update != 0)  # also if one is NaN, as in apex
         if not self.use_nvlamb:
             decays = jnp.array(leaves.decays, bool)
             adapts &= decays & (jnp.asarray(self.weight_decay) != 0)

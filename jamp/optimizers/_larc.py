@@ -1,6 +1,6 @@
 """LARC: a trust ratio per leaf around any optimizer.
 
-After apex/parallel/LARC.py. You et al., *Large Batch Training of Convolutional
+Based on apex/parallel/LARC.py. You et al., *Large Batch Training of Convolutional
 Networks*, 2017, arXiv:1708.03888.
 """
 
@@ -46,22 +46,22 @@ def larc(
     $$a = \frac{\tau \|w\|}{\|g\| + \lambda \|w\| + \epsilon}, \quad
       g \leftarrow a (g + \lambda w),$$
 
-    and with `clip` $\min(a / \eta, 1)$ for $a$. A leaf whose weights or gradients are
-    all 0 keeps its gradient, without decay.
+    where `clip` replaces $a$ by $\min(a / \eta, 1)$. If all weights or all gradients of
+    a leaf are 0, its gradient does not change, and it does not decay.
 
     Args:
         inner: any transformation. If it is fused, `larc` takes over its learning rate,
             weight decay and mask, as apex does.
-        learning_rate: $\eta$, of `inner`, or a schedule of the count of steps; only
+        learning_rate: $\eta$ of `inner`, or a schedule of the count of steps. Only
             `clip` needs it.
         trust_coefficient: $\tau$.
         clip: whether to clip the rate at $\eta$ instead of scaling it.
         eps: $\epsilon$.
-        weight_decay: $\lambda$; `inner` should have none of its own.
+        weight_decay: $\lambda$. `inner` should not decay.
         mask: which leaves decay, see `fused_adam`.
 
     Returns:
-        A transformation, which takes `grad_scale` and `found_inf` too.
+        A transformation whose `update` also has `grad_scale` and `found_inf`.
 
     Raises:
         TypeError: `inner` is not a transformation.
@@ -111,7 +111,7 @@ class _LARC(fused.Hyperparameters):
     eps: ArrayLike = fused.number()
 
     def init(self, params: PyTree) -> LARCState:
-        """optax's `init`."""
+        """Implements optax's `init`."""
         inner_state = self.inner.init(jax.tree.map(widen, params))
         return LARCState(jnp.zeros((), jnp.int32), inner_state)
 
@@ -125,13 +125,13 @@ class _LARC(fused.Hyperparameters):
         found_inf: ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, Any]:
-        """optax's `update`."""
+        """Implements optax's `update`."""
         fused.check_step(self.name, updates, params)
         options, inner = self.options(grad_scale, found_inf), self.inner
         grads = jax.tree.map(widen, updates)
         if (unscale := options.unscale) is not None:
             grads = jax.tree.map(lambda g: g * unscale.astype(g.dtype), grads)
-        # Widened, so that states of `inner` are in float32 from the first step on.
+        # Cast, so that states of `inner` are float32 from the first step on.
         params = jax.tree.map(widen, params)
         grads = self._adapted(grads, state.count, params)
         updates, inner_state = optax.with_extra_args_support(inner).update(
@@ -145,7 +145,7 @@ class _LARC(fused.Hyperparameters):
         return select(~skip, updates, still), select(~skip, new, state)
 
     def _adapted(self, grads: PyTree, count: fused.Count, params: PyTree) -> PyTree:
-        """The gradients that `inner` sees."""
+        """Returns the gradients for `inner`."""
         leaves, structure = jax.tree.flatten(grads)
         weights = structure.flatten_up_to(params)
         g, w = (

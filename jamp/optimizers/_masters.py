@@ -1,8 +1,8 @@
-"""Half params stepped by optax, with float32 masters or stochastic rounding.
+"""Steps half params with optax, with float32 masters or stochastic rounding.
 
-After apex/amp/_process_optimizer.py, but never lazy (apex issues 480, 966 and 341). A
-param with its master is a `pallas_kernels.Weight`. A state keeps masters as a tree with
-holes for float32 params, so that no array occurs twice.
+Based on apex/amp/_process_optimizer.py, but never lazy (apex issues 480, 966 and 341).
+A param with its master is a `pallas_kernels.Weight`. A state keeps masters as a tree
+with holes for float32 params, so that no array occurs twice.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ class MasterWeightsState(NamedTuple):
 
 
 class MasterWeights(Transformation):
-    """What `master_weights` returns: optax's pair, with the wrapped transformation."""
+    """The result of `master_weights`: optax's pair, with the wrapped transformation."""
 
     @property
     def inner(self) -> optax.GradientTransformation:
@@ -47,41 +47,39 @@ class MasterWeights(Transformation):
 
     @property
     def store_remainder(self) -> bool:
-        """Whether masters are stored as the low bits beside the params."""
+        """Whether masters are stored as the low bits that the params lack."""
         return self.rule.store_remainder
 
 
 def master_weights(
     tx: optax.GradientTransformation, *, store_remainder: bool = False
 ) -> MasterWeights:
-    r"""Keeps float32 masters of half params, and steps those with `tx`.
+    r"""Keeps float32 masters of half params, and steps the masters with `tx`.
 
     With masters $m$, params $p$ and the update $u$ of `tx` at the masters,
 
     $$m' = m + u, \quad p' = \mathrm{half}(m'),$$
 
-    `update` returns $\mathrm{f32}(p') - \mathrm{f32}(p)$, with which
-    `optax.apply_updates` gives $p'$ bit for bit while $|p| / |p'|$ is below about
-    $2^{13}$ (in bfloat16 $2^{16}$) and both are finite. `half` rounds to nearest and
-    clamps to the largest finite half. Params in float32 are their own masters.
+    `update` returns $\mathrm{f32}(p') - \mathrm{f32}(p)$. `optax.apply_updates` adds it
+    to $p$ and gets $p'$ bit for bit, if both are finite and $|p| / |p'|$ is below about
+    $2^{13}$ ($2^{16}$ in bfloat16). `half` rounds to nearest and clamps to the largest
+    finite half. Float32 params are their own masters.
 
-    Place it last in a chain and outside of `inject_hyperparams`. Everything may go
-    inside: `master_weights(optax.chain(clip, adam))`.
+    Make it the outermost transformation: `master_weights(optax.chain(clip, adam))`.
 
     Args:
-        tx: any optax transformation; it sees float32 gradients and params only.
-        store_remainder: whether to keep the lower 16 bits of each master beside
-            bfloat16 params instead of a float32 copy. Params then round exact ties away
-            from zero, and all NaNs become one.
+        tx: an optax transformation, which gets only float32 gradients and params.
+        store_remainder: whether to store the lower 16 bits of each master instead of a
+            float32 copy, for bfloat16 params. Then exact ties round away from zero, and
+            all NaNs become one NaN.
 
     Returns:
-        A transformation that equals, and hashes as, any other with the same arguments.
-        `init` copies float32 params when none is half, for params that are cast
-        afterwards.
+        A transformation. Two with the same arguments are equal and have the same hash.
+        If no param is half, `init` makes masters for params that you cast afterwards.
 
     Raises:
         TypeError: `tx` is not a transformation.
-        ValueError: `tx` keeps masters already; or in `init`, `store_remainder` meets
+        ValueError: `tx` keeps masters already; or, in `init`, `store_remainder` gets
             params that are not bfloat16.
 
     >>> import jax.numpy as jnp, optax
@@ -112,19 +110,20 @@ class StochasticRoundingState(NamedTuple):
 
 
 def stochastic_rounding(tx: optax.GradientTransformation) -> Transformation:
-    r"""Steps bfloat16 params with `tx` and no masters, rounding them stochastically.
+    r"""Steps bfloat16 params without masters, and rounds them stochastically.
 
-    Each param becomes one of the two bfloat16 around its float32 value, with a
-    probability that keeps the mean, so that small steps add up. The random bits are a
-    hash of step, path and element, the same under any sharding and after a resume.
+    A param is rounded up or down with probabilities that keep the mean of its float32
+    value, so small steps add up. The random bits are a hash of step, path and element.
+    They are the same under any sharding and after a resume.
 
-    Place it last in a chain. Under `jamp.initialize` pass `stochastic_rounding=True`.
+    Make it the outermost transformation. For `jamp.initialize`, pass
+    `stochastic_rounding=True` instead.
 
     Args:
-        tx: any optax transformation; it sees float32 gradients and params only.
+        tx: an optax transformation, which gets only float32 gradients and params.
 
     Returns:
-        A transformation that equals, and hashes as, any other of the same `tx`.
+        A transformation. Two with the same `tx` are equal and have the same hash.
 
     Raises:
         TypeError: `tx` is not a transformation.
@@ -143,7 +142,7 @@ def stochastic_rounding(tx: optax.GradientTransformation) -> Transformation:
 
 
 def delta_to(updates: PyTree, new: PyTree, params: PyTree) -> PyTree:
-    """Updates with which `optax.apply_updates` gives exactly the new half params."""
+    """Returns updates that `optax.apply_updates` adds to get the new half params."""
     return jax.tree.map(
         lambda u, n, p: n.astype(FLOAT32) - p.astype(FLOAT32) if is_half(p) else u,
         updates,
@@ -153,7 +152,7 @@ def delta_to(updates: PyTree, new: PyTree, params: PyTree) -> PyTree:
 
 
 def bare(tx: optax.GradientTransformation | None) -> Any:
-    """The transformation that `tx` keeps masters for; `tx` itself if it keeps none."""
+    """Returns `tx` without `master_weights` and stochastic rounding."""
     return tx.rule.tx if isinstance(tx, MasterWeights) else tx
 
 
@@ -173,7 +172,7 @@ class _MasterRule:
         if self.store_remainder or any(map(is_half, leaves)):
             remainder = self.store_remainder
             weights = with_masters(params, params, store_remainder=remainder)
-        else:  # taken for the originals of params that are cast afterwards
+        else:  # the caller casts these params afterwards
             dtypes = [jnp.result_type(p) for p in leaves]
             masters = copy_leaves(leaves, dtypes)
             weights = structure.unflatten(map(Weight, leaves, masters))
@@ -214,15 +213,15 @@ class _StochasticRule:
 def with_masters(
     params: PyTree, originals: PyTree, *, store_remainder: bool = False
 ) -> PyTree:
-    """A tree of `Weight`, whose masters are copies of `originals`.
+    """Returns a tree of `Weight`. The masters are copies of `originals`.
 
-    `params` are cast from `originals`. With `store_remainder` they are rounded again.
+    `params` are cast from `originals`. With `store_remainder`, they are rounded again.
     """
     if store_remainder:
         _check_bfloat16(params)
     leaves, structure = jax.tree.flatten(params)
     dtypes = [FLOAT32 if is_half(p) else None for p in leaves]
-    # A master that shared its buffer with a param could not be donated.
+    # Donation needs a master that shares no buffer with a param.
     masters = copy_leaves(structure.flatten_up_to(originals), dtypes)
     weights = []
     for param, dtype, master in zip(leaves, dtypes, masters, strict=True):
@@ -236,7 +235,7 @@ def with_masters(
 
 
 def join_masters(params: PyTree, masters: PyTree) -> PyTree:
-    """A tree of `Weight` from params, and masters as a state keeps them."""
+    """Joins params and the masters of a state to a tree of `Weight`."""
     leaves, structure = jax.tree.flatten(params)
     kept = structure.flatten_up_to(masters)
     masters = [None if isinstance(m, optax.MaskedNode) else m for m in kept]
@@ -244,7 +243,7 @@ def join_masters(params: PyTree, masters: PyTree) -> PyTree:
 
 
 def split_masters(weights: PyTree) -> tuple[PyTree, PyTree]:
-    """The inverse of `join_masters`: params, and masters with holes."""
+    """Returns params and masters with holes: the inverse of `join_masters`."""
     leaves, structure = jax.tree.flatten(weights, is_leaf=_is_weight)
     masters = [_HOLE if w.master is None else w.master for w in leaves]
     params = [w.param for w in leaves]
@@ -252,7 +251,7 @@ def split_masters(weights: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def values(weights: PyTree) -> PyTree:
-    """The masters, and the params that are their own masters."""
+    """Returns the masters and the float32 params, which are their own masters."""
     return jax.tree.map(lambda w: w.value, weights, is_leaf=_is_weight)
 
 
@@ -271,17 +270,17 @@ def step_weights(
     Args:
         tx, grads, state: the transformation, unscaled gradients, and its state.
         weights: the tree of `Weight`.
-        clean: whether to take the step, shape (), bool; None for always.
-        count: steps taken before, to round bfloat16 weights without masters
-            stochastically; None to round them to nearest.
-        group: the key of these weights' group, for the random bits.
+        clean: whether to step, shape (), bool; None always steps.
+        count: the number of earlier steps, to round bfloat16 weights without masters
+            stochastically; None rounds them to nearest.
+        group: the key of the group of these weights, for the random bits.
         **extra_args: extra arguments of `tx.update`.
 
     Returns:
-        New weights, the state, and the updates of the masters.
+        The new weights, the new state, and the updates of the masters.
     """
     masters = values(weights)
-    # Here, because each wrapped transformation is a new one and equals no other.
+    # A wrapped transformation equals no other, so callers keep the bare one.
     tx = optax.with_extra_args_support(tx)
     grads = jax.tree.map(widen, grads)
     with callers_guard():
@@ -301,9 +300,9 @@ def step_weights(
 def _written(
     old: Weight, value: Array, key: Array | None, clean: Array | None
 ) -> Weight:
-    """A weight of a new value, if `clean`; else its bits stay."""
+    """Returns the weight with a new value if `clean`, and unchanged otherwise."""
     if old.kind == "copied":
-        # Select, then round: the other way round would read the old half param too.
+        # Select before rounding: a select of half params would also read the old one.
         master = value if clean is None else select(clean, value, old.master)
         return Weight(cast(master, old.param.dtype), master)
     if old.kind == "split":

@@ -1,6 +1,6 @@
 """Fused NovoGrad: moments of normalized gradients, with one norm per leaf.
 
-After apex's csrc/multi_tensor_novograd.cu. Ginsburg et al., *Stochastic Gradient
+Based on apex's csrc/multi_tensor_novograd.cu. Ginsburg et al., *Stochastic Gradient
 Methods with Layer-wise Adaptive Moments*, 2019, arXiv:1905.11286.
 """
 
@@ -23,7 +23,7 @@ class FusedNovoGradState(NamedTuple):
     Attributes:
         count: steps taken, shape (), int32.
         mu: first moments, like the params, in `moment_dtype`.
-        nu: the blended norm of each leaf's gradient, not squared; shape (), float32.
+        nu: the average norm of each leaf's gradient, not squared; shape (), float32.
     """
 
     count: Int[Array, ""]
@@ -47,7 +47,7 @@ def fused_novograd(
     moment_dtype: DTypeLike = "float32",
     backend: str = "xla",
 ) -> fused.FusedTransformation:
-    r"""NovoGrad as apex's FusedNovoGrad: one second moment per leaf.
+    r"""NovoGrad, as in apex's FusedNovoGrad: one second moment per leaf.
 
     $$n \leftarrow \sqrt{\beta_2 n^2 + (1 - \beta_2) \|g\|^2}, \quad
       d = \frac{n}{\sqrt{1 - \beta_2^t}} + \epsilon, \quad
@@ -55,21 +55,21 @@ def fused_novograd(
       w \leftarrow w - \eta \Big(\frac{m}{(1 - \beta_1^t) d} + \lambda w\Big)$$
 
     Args:
-        learning_rate, b1, b2, eps, weight_decay: as of `fused_adam`.
-        mask, moment_dtype, backend: as of `fused_adam`.
-        bias_correction: whether to correct $m$ and $n$. apex corrects $n$ also where it
-            does not begin at 0, so that first steps are small.
-        reg_inside_moment: whether $m$ blends $g / d + \lambda w$, as in the paper.
-        grad_averaging: whether $g$ enters $m$ with $1 - \beta_1$; else with 1.
-        norm_type: 2, or "inf" (also 0, as in apex, and `jnp.inf`), whose blend is
+        learning_rate, b1, b2, eps, weight_decay: see `fused_adam`.
+        mask, moment_dtype, backend: see `fused_adam`.
+        bias_correction: whether to correct $m$ and $n$. apex also corrects an $n$ that
+            does not start at 0, so the first steps are small.
+        reg_inside_moment: whether $m$ averages $g / d + \lambda w$, as in the paper.
+        grad_averaging: whether the factor of $g$ in $m$ is $1 - \beta_1$ or 1.
+        norm_type: 2 or "inf" (or 0, as in apex, or `jnp.inf`). With "inf", $n$ becomes
             $\beta_2 n + (1 - \beta_2) \max |g|$.
-        init_zero: whether $n$ begins at 0; else at the norm of the first gradient.
+        init_zero: whether $n$ starts at 0 or at the norm of the first gradient.
 
     Returns:
         A transformation, see `fused_adam`.
 
     Raises:
-        RuntimeError: another norm.
+        RuntimeError: `norm_type` is another norm.
         TypeError: `norm_type` is an array.
         ValueError: a number is out of range.
 

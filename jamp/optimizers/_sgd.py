@@ -1,6 +1,6 @@
 """Fused SGD: momentum, dampening, Nesterov momentum and weight decay.
 
-After apex's csrc/multi_tensor_sgd_kernel.cu.
+Based on apex's csrc/multi_tensor_sgd_kernel.cu.
 """
 
 import dataclasses
@@ -39,28 +39,28 @@ def fused_sgd(
     moment_dtype: DTypeLike = "float32",
     backend: str = "xla",
 ) -> fused.FusedTransformation:
-    r"""SGD as apex's FusedSGD, and torch's.
+    r"""SGD, as in apex's FusedSGD and in torch.
 
     $$d = g + \lambda w, \quad b \leftarrow \mu b + (1 - \tau) d, \quad
       w \leftarrow w - \eta b,$$
 
-    where the first step takes $b = d$; with `nesterov`, $d + \mu b$ for the last $b$.
+    where $b = d$ in the first step, and `nesterov` steps by $d + \mu b$.
 
-    Equals `optax.chain(optax.add_decayed_weights(wd), optax.sgd(...))` without
-    dampening.
+    Without dampening, it equals `optax.chain(optax.add_decayed_weights(wd),
+    optax.sgd(...))`.
 
     Args:
-        learning_rate, weight_decay, mask, moment_dtype, backend: as of `fused_adam`.
+        learning_rate, weight_decay, mask, moment_dtype, backend: see `fused_adam`.
         momentum: $\mu$; 0 keeps no buffer.
         dampening: $\tau$.
-        nesterov: whether to look ahead.
+        nesterov: whether to use Nesterov momentum.
         wd_after_momentum: whether to add $\lambda w$ after the momentum instead.
 
     Returns:
         A transformation, see `fused_adam`.
 
     Raises:
-        ValueError: a number is out of range, or Nesterov momentum has dampening or no
+        ValueError: a number is out of range, or `nesterov` has dampening or no
             momentum.
 
     >>> import jax.numpy as jnp, optax

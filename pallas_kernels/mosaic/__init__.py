@@ -1,6 +1,6 @@
 """Mosaic GPU kernels: the only folder that imports Pallas.
 
-No default runs it. `_run` imports it when it is asked for.
+No default uses it. `_run` imports it for `backend="mosaic"` and `"interpret"`.
 """
 
 from pallas_kernels.mosaic.shard import run_in_mosaic as run_in_mosaic

@@ -4,9 +4,9 @@ A leaf is a dict of columns: flat arrays of equal length, such as a gradient, a 
 and its moments. A grid step finds its leaf, loads one block of each column, calls the
 formula in float32, and stores the results in place.
 
-The last block of a leaf takes the remainder too. It reads windows of a multiple of 128
-elements, the last of which ends at the leaf's end and overlaps the one before. All
-loads of a block come before its stores, so both compute the same from old values.
+The last block of a leaf also processes the remainder. It reads windows of a multiple of
+128 elements. The last window ends at the leaf's end and overlaps the window before. All
+loads of a block come before its stores, so both windows compute the same values.
 """
 
 import functools
@@ -25,14 +25,14 @@ from pallas_kernels._rounding import Noise, numbers_of_flat
 from pallas_kernels._xla import JOIN, Blocks, Job, Leaf, size_of
 
 WARPGROUP = 128
-# Elements of a column that one grid step works on. Adam takes 72 registers of a thread
-# at 1024; what reads one column and writes none needs more for bytes in flight.
+# Elements of a column in one grid step. Adam needs 72 registers per thread at 1024. A
+# job that reads one column and writes none needs more elements to use the bandwidth.
 BLOCK = 1024
 LONE_BLOCK = 4096
-_COLUMNS_PER_LAUNCH = 160  # pointers: CUDA passes up to 4 KB of arguments
-_ARM = 8  # leaves told apart within one range of blocks
+_COLUMNS_PER_LAUNCH = 160  # as pointers: CUDA passes up to 4 KB of arguments
+_ARM = 8  # leaves to distinguish within one range of blocks
 
-# Warpgroup semantics, the default, takes time quadratic in the leaves of a launch.
+# The default, warpgroup semantics, compiles in time quadratic in the leaves.
 _PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 _INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
@@ -45,10 +45,10 @@ class Work(NamedTuple):
 
     Attributes:
         job: the job.
-        names: the names of the scalars. The first may be "skip", which stores nothing
-            unless it is zero.
-        tag: the leaves' static tag.
-        interpret: whether to emulate the GPU on the CPU, and look for races.
+        names: the names of the scalars. The first may be "skip": unless it is zero, the
+            kernel stores nothing.
+        tag: the static tag of the leaves.
+        interpret: whether to emulate the GPU on the CPU, and detect races.
     """
 
     job: Job
@@ -59,7 +59,7 @@ class Work(NamedTuple):
     def results(
         self, scalars: Sequence[Any], blocks: Blocks, noise: Noise | None
     ) -> Blocks:
-        """The formula's results, as they are stored."""
+        """Returns the formula's results in the form that is stored."""
         numbers = dict(zip(self.names, scalars, strict=True))
         return call_inlined(self._results, numbers, blocks, noise)
 
@@ -69,7 +69,7 @@ class Work(NamedTuple):
         return results if stored is None else stored(self.tag, results, noise)
 
     def stored_dtypes(self, leaf: Leaf, rounds: bool) -> dict[str, Any]:
-        """The dtypes of all results but reductions."""
+        """Returns the dtypes of all results except reductions."""
         scalars = [jax.ShapeDtypeStruct((), jnp.float32)] * len(self.names)
         block = {
             c: jax.ShapeDtypeStruct((WARPGROUP,), x.dtype) for c, x in leaf.items()
@@ -81,7 +81,7 @@ class Work(NamedTuple):
 
 
 def fits(leaf: Leaf) -> bool:
-    """Whether a kernel can take a leaf: at least one element for each thread."""
+    """Returns whether a leaf has at least one element for each thread of a kernel."""
     n = size_of(leaf)
     if n < WARPGROUP or (n >= INT32_LIMIT and n % LONE_BLOCK):
         return False
@@ -114,7 +114,7 @@ def launch(
 ) -> tuple[list[Blocks], dict[str, Array]]:
     """Runs `work` in one launch, over leaves of one kind that `fits` accepts.
 
-    Each leaf is part of an array with its `strides`, for stochastic rounding. Returns
+    For stochastic rounding, each leaf is part of an array with its `strides`. Returns
     the written columns of each leaf, and the reductions.
     """
     job, stored = work.job, work.stored_dtypes(leaves[0], keys is not None)
@@ -126,7 +126,7 @@ def launch(
     starts = [0, *itertools.accumulate(max(n // block, 1) for n in sizes)]
     inputs, refs, fresh = [], [], []
     for leaf, n in zip(leaves, sizes, strict=True):
-        # By rows beyond 2^31 elements, where `row * block` would wrap in silence.
+        # Index by rows beyond 2^31 elements, where `row * block` would silently wrap.
         shape = (n // block, block) if n >= INT32_LIMIT else (n,)
         flat = {c: x.reshape(shape) for c, x in leaf.items()}
         refs.append({c: jax.new_ref(flat.pop(c)) for c in written})
@@ -212,7 +212,7 @@ def _when_within(step: Array, start: int, end: int, starts: Sequence[int]) -> An
 
 
 class Window(NamedTuple):
-    """Part of a leaf: where, how long, elements per access, and how many were seen."""
+    """A part of a leaf: its start, its length, elements per access, elements seen."""
 
     index: Any
     start: Any
@@ -222,7 +222,7 @@ class Window(NamedTuple):
 
 
 def _last_windows(n: int, block: int, vec: int) -> list[Window]:
-    """The windows of the last block: a whole block if there is one, and the rest."""
+    """Returns the windows of the last block: a whole block, if any, and the rest."""
     start, end = max(n // block - 1, 0) * block, n // block * block
     windows = [Window(pl.ds(start, block), start, block, vec, 0)] if end else []
     if aligned := (n - end) // WARPGROUP * WARPGROUP:
@@ -287,7 +287,7 @@ def _layout(window: Window) -> Any:
 
 
 def _places(window: Window) -> Array:
-    """The places of its elements within it."""
+    """Returns the indices of a window's elements within the window."""
     layout = _layout(window)
     return plgpu.broadcasted_iota(jnp.int32, (window.size,), 0, layout=layout)
 
@@ -302,7 +302,7 @@ def _noise(
 
 
 def _reduce(x: Array, window: Window, how: str) -> Array:
-    """One number for a window, from the elements that no window before it covers."""
+    """Reduces the elements of a window that no earlier window covers."""
     if window.seen:
         x = jnp.where(_places(window) >= window.seen, x, 0.0)  # maxima are of |x|
     return jnp.sum(x) if how == "sum" else jnp.max(x)

@@ -1,7 +1,7 @@
-"""Leaves in kernels, on one device or on what each device of a mesh holds.
+"""Runs kernels on whole leaves, or on the shards of each device of a mesh.
 
-A kernel is opaque to the partitioner, which would gather all arrays on every device
-first. So it runs under `shard_map`, with the specs that the arrays have.
+A kernel is opaque to XLA's partitioner, which would gather all arrays on every device.
+So it runs under `shard_map`, with the specs of the arrays.
 """
 
 import itertools
@@ -31,9 +31,9 @@ def run_in_mosaic(
     leaves: Sequence[Leaf],
     *numbers: Array | None,
 ) -> Results:
-    """Runs a job in as few launches as can be, and in XLA what no kernel fits.
+    """Runs a job in few launches, and in XLA for leaves that no kernel fits.
 
-    For the arguments see `launch.Work` and `run_in_xla`.
+    See `launch.Work` and `run_in_xla` for the arguments.
     """
 
     strides = [strides_of(next(iter(leaf.values())).shape) for leaf in leaves]
@@ -72,7 +72,7 @@ def _on_each_device(
 ) -> Results:
     """Runs `local(members, leaves, *numbers)` under `shard_map`.
 
-    Reductions are completed over the axes that split a leaf; nothing else is sent.
+    It reduces over the axes that split a leaf, and sends no other data.
     """
     groups: dict[tuple[str, ...], list[int]] = {}
     for k, spec in enumerate(specs):
@@ -98,7 +98,7 @@ def _on_each_device(
         {c: _resharded(x, spec, mesh) for c, x in leaf.items()}
         for leaf, spec in zip(leaves, specs, strict=True)
     ]
-    # Refs cannot be checked for how they vary; every reduction is completed by hand.
+    # JAX cannot check how refs vary. Every reduction is completed here.
     return jax.shard_map(
         body,
         mesh=mesh,
@@ -111,7 +111,7 @@ def _on_each_device(
 def _first_number(
     leaf: Leaf, strides: Sequence[int], spec: PartitionSpec
 ) -> UInt32[Array, ""]:
-    """The number in the whole leaf of the first element that a device has."""
+    """Returns the index in the whole leaf of the first element on a device."""
     number = jnp.uint32(0)
     shape = next(iter(leaf.values())).shape
     for size, stride, axes in zip(shape, strides, spec, strict=False):
@@ -122,13 +122,13 @@ def _first_number(
 
 
 def _resharded(x: Array, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> Array:
-    """`x` as `spec` says: a gradient may be sharded otherwise than its weight."""
+    """Reshards `x`, because a gradient may have another sharding than its weight."""
     if AxisType.Explicit in mesh.axis_types and jax.typeof(x).sharding.spec != spec:
         return jax.sharding.reshard(x, NamedSharding(mesh, spec))
     return x
 
 
 def _axes(spec: PartitionSpec) -> tuple[str, ...]:
-    """The mesh axes that a spec names."""
+    """Returns the mesh axes that a spec names."""
     names = [n if isinstance(n, tuple) else (n,) for n in spec if n is not None]
     return tuple(sorted(itertools.chain.from_iterable(names)))
