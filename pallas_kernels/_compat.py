@@ -22,7 +22,7 @@ def varying_axes(x: Any) -> frozenset[Any]:
 
 
 def call_inlined[T](fn: Callable[..., T], *args: Any) -> T:
-    """`fn(*args)` without its `jax.custom_jvp`: Mosaic lowers none on JAX 0.11."""
+    """Calls `fn` without its `jax.custom_jvp`. Mosaic on JAX 0.11 cannot lower one."""
     jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
     outs = _eval(jaxpr.jaxpr, jaxpr.consts, jax.tree.leaves(args))
     return jax.tree.unflatten(jax.tree.structure(shapes), outs)

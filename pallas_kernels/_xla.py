@@ -32,7 +32,7 @@ JOIN = {"sum": jnp.add, "max": jnp.maximum}
 
 
 def widen(x: Array) -> Array:
-    """Casts floats of less than 32 bits to float32; returns all else as it is."""
+    """Casts floats of less than 32 bits to float32; other arrays stay."""
     dtype: Any = getattr(x, "dtype", None)
     if dtype is None or dtype.itemsize >= 4 or not jnp.issubdtype(dtype, jnp.floating):
         return x

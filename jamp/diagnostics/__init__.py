@@ -1,13 +1,13 @@
-"""Reports on programs and batches. They change neither.
+"""Reports on programs and training steps.
 
-May import all packages but `nnx`. `_autocast` records its decisions as notes in the
-program that it writes; these modules count, explain and print them.
+May import all packages except `nnx`. `_autocast` records its decisions as notes in the
+program that it writes. These modules count, explain and print them.
 
-- `explain`: `_explain` makes `_operation`s of a program; `_explanation` prints them.
+- `explain`: `_explain` converts a program to `_operation`s; `_explanation` prints them.
 - `locate`, `recommend_scale`: `_step` traces a step, and `_replay` runs it one
   operation at a time. `_location` and `_advice` report.
-- `compare`: `_pairing` pairs the operations of two replays, `_errors` makes rows of
-  what `_measure` finds, and `_comparison` prints the report.
+- `compare`: `_pairing` pairs the operations of two replays, `_measure` compares their
+  results, `_errors` makes rows, and `_comparison` prints the report.
 - `SkipLog`: the last skips of a run.
 """
 

@@ -1,4 +1,4 @@
-"""Names an operation in words, and says what to do about one that overflowed."""
+"""Describes operations in words, and advises on those that overflowed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,9 +31,9 @@ _WORDS = {
 }
 _CAST = "a cast to "
 _CASTS = ("convert_element_type", "reduce_precision")
-# They are infinite at zero, and so are the derivatives that consist of them.
+# They, and derivatives that contain them, are infinite at zero.
 _POLES = ("div", "log", "rsqrt")
-# By whether the scale is dynamic.
+# The keys say whether the scale is dynamic.
 SCALE_TOO_HIGH = {
     True: "Only the loss scale is too high. It falls by itself: there is nothing to "
     "fix. `recommend_scale` finds one that skips no first steps.",
@@ -43,7 +43,7 @@ SCALE_TOO_HIGH = {
 
 
 def words_of(eqn: jc.JaxprEqn, dtype: str) -> str:
-    """Returns an operation in words. A cast names the dtype of its result."""
+    """Describes an operation in words. A cast names the dtype of its result."""
     name = primitive_name(eqn)
     if name not in _CASTS:
         return _WORDS.get(name, f"`{name}`").format_map(eqn.params)
@@ -52,7 +52,7 @@ def words_of(eqn: jc.JaxprEqn, dtype: str) -> str:
 
 
 def advice_for(found: Location) -> str:
-    """One sentence: the first row of the table that applies."""
+    """Returns a sentence: the first row of the table that applies."""
     dtype = _dtype_of_range(found)
     most: Any = jnp.finfo(dtype).max
     text = next(text for applies, text in _TABLE if applies(found))
@@ -60,13 +60,13 @@ def advice_for(found: Location) -> str:
 
 
 def overflows(found: Location) -> bool:
-    """Whether an operation of the forward pass exceeds the range of its dtype."""
+    """Returns whether a forward operation exceeds the range of its dtype."""
     is_overflow = bool(found.result and found.result.infs) and not _is_at_pole(found)
     return is_overflow and found.phase == "forward"
 
 
 def _dtype_of_range(found: Location) -> str:
-    """The dtype that limits the result; a rounding is narrower than its dtype."""
+    """Returns the dtype that limits the result, which a rounding may narrow."""
     if found.primitive in _CASTS:
         return found.operation.removeprefix(_CAST)
     return found.result.dtype if found.result else ""
@@ -77,7 +77,7 @@ def _is_float16(found: Location) -> bool:
 
 
 def _is_at_pole(found: Location) -> bool:
-    """Returns whether a quotient, a root or a negative power is taken at zero."""
+    """Returns whether the operand of a quotient, root or negative power is zero."""
     divides = found.primitive in _POLES or found.operation.startswith("a power x ** -")
     ranges = [(x.low or 0, x.high or 0) for x in found.operands[-1:]]
     return divides and any(low <= 0 <= high for low, high in ranges)

@@ -1,4 +1,4 @@
-"""Finds attention that a program writes out: a softmax between two batched matmuls."""
+"""Finds written-out attention: a softmax between two batched matmuls."""
 
 from jax.extend import core as jc
 
@@ -12,13 +12,13 @@ REASON = (
 
 
 class Scores:
-    """Sizes of batched matmuls' results, and whether an exponential followed."""
+    """The sizes of batched matmuls' results, and whether an exponential followed."""
 
     def __init__(self) -> None:
         self._are_weights: dict[int, bool] = {}
 
     def bytes_read(self, eqn: jc.JaxprEqn) -> int:
-        """Returns the bytes of the scores whose softmax an operation multiplies, or 0.
+        """Returns the bytes of the scores if their softmax is an operand, otherwise 0.
 
         Call it for each operation of the forward pass, in the order of the program.
         """

@@ -1,4 +1,4 @@
-"""`compare`: a step at two levels from the same masters, operation by operation."""
+"""`compare` runs a step at two levels and compares each operation."""
 
 import dataclasses
 import math
@@ -31,7 +31,7 @@ from jamp.diagnostics._step import (
     trace_scaled_step,
 )
 
-_QUIET = 3.0  # seconds before the progress bar
+_QUIET = 3.0  # seconds until the progress bar appears
 
 
 @function_first
@@ -44,25 +44,26 @@ def compare(
     wrt: Wrt = None,
     **settings: Unpack[LevelOptions],
 ) -> Callable[..., Comparison]:
-    """Finds the operations that lose digits: compares a state's level with another.
+    """Finds the operations that lose digits at a state's level.
 
-    It runs the loss and its gradients at both levels from the same masters, with the
-    same arguments and keys, one operation at a time, and compares the operations that
+    It runs the loss and its gradients at two levels from the same masters, with the
+    same arguments and keys, one operation at a time. It compares the operations that
     both programs have: forward, backward, and the matmuls in fp8.
 
-    It needs the memory of two steps that are not compiled.
+    It needs the memory of two steps without compilation.
 
     Args:
         loss_fn: `(params, *args, **kwargs) -> loss`, or `(loss, aux)`, as in the step.
-        level: the level to compare with, which counts as right: usually "O0".
-        only: a part of a module path, such as "decoder/layers_3", to look at alone.
+        level: the level that counts as right, usually "O0".
+        only: a part of a module path, such as "decoder/layers_3", to restrict the
+            report.
         loss_id: which of the state's loss scales to use.
         wrt: the groups to differentiate, as in the step.
         **settings: options of the other level, as in `jamp.initialize`: `keep_fp32`,
             `lists`, `fp8`, `promote`. With them, `level` may be the state's own.
 
     Returns:
-        `f(state, *args, **kwargs) -> Comparison`: print it.
+        `f(state, *args, **kwargs) -> Comparison`. Print the comparison.
 
     Raises (when called):
         TypeError: `state` is not an AmpState, or arrays are traced.
@@ -106,7 +107,7 @@ def compare(
 
 
 def _at_level(state: AmpState, level: OptLevel, settings: LevelOptions) -> AmpState:
-    """Returns a state of the same masters at another level."""
+    """Returns a state with the same masters at another level."""
     properties = Properties.from_opt_level(level, **settings)
     own = dataclasses.replace(state.properties, loss_scale=properties.loss_scale)
     if properties == own:
@@ -162,13 +163,13 @@ def _compare_steps(
 
 
 def _with_progress[T](pairs: Iterator[T], total: int) -> Iterator[T]:
-    """The pairs. After three seconds, a bar on stderr shows how many there were."""
+    """Yields the pairs, and shows a progress bar on stderr after three seconds."""
     quiet_until, text = time.monotonic() + _QUIET, ""
     for done, pair in enumerate(pairs, 1):
         yield pair
         if time.monotonic() > quiet_until:
             quiet_until = time.monotonic() + 0.2
-            total = max(done, total)  # nobody knows how often a while loop runs
+            total = max(done, total)  # the trips of a while loop are unknown
             bar = "#" * round(30 * done / total)
             text = f"\rcompare [{bar:<30}] {done} of {total} operations"
             print(text, end="", file=sys.stderr, flush=True)

@@ -18,18 +18,19 @@ class Row:
 
     Attributes:
         module, source, phase, primitive: as in `explain`.
-        dtype: the narrowest dtype that it reads or returns.
-        rounding: the unit roundoff: 2**-11 in float16, 2**-8 in bfloat16, and that of
-            fp8 after an fp8 matmul. A decision on such values has half's.
-        error: the norm of the difference of the results over the norm of the right one,
-            in the worst iteration; inf if a result overflows.
-        mean: the mean of the errors of all iterations.
-        added: the error beyond the errors of the operands, of which the squares add up.
-        ulps: the largest difference, in units of the last place of half.
-        overflow, underflow: the shares of results that are not finite, or zero.
+        dtype: the narrowest dtype that the operation reads or returns.
+        rounding: the unit roundoff: 2**-11 in float16, 2**-8 in bfloat16, and fp8's
+            after an fp8 matmul. For a decision, it is always half's.
+        error: the norm of the results' difference, relative to the norm of the right
+            result, in the worst iteration; inf if a result overflows.
+        mean: the mean error of all iterations.
+        added: the error beyond the errors of the operands, whose squares add up.
+        ulps: the largest difference, in units in the last place of half.
+        overflow, underflow: the shares of results that are not finite, and that are
+            zero.
         loops: the iteration with the largest error.
         entering: the errors of the operands, with the modules that computed them.
-        advice: one sentence that says what to do; "" if there is nothing to do.
+        advice: a sentence with the fix, or "".
     """
 
     module: str
@@ -50,12 +51,12 @@ class Row:
 
     @property
     def entered(self) -> float:
-        """The error of the operands, of which the squares add up."""
+        """The error of all operands, whose squares add up."""
         return math.hypot(*(error for _, error in self.entering))
 
     @property
     def is_late(self) -> bool:
-        """Whether its operands are off by six roundings already."""
+        """Whether the operands already have an error of six roundings."""
         return self.entered > _FLAGGED * self.rounding
 
     def __str__(self) -> str:
@@ -65,14 +66,14 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The errors of a step at one level, measured against another: `print` it.
+    """The errors of a step at one level, relative to another level: `print` it.
 
     Attributes:
-        levels: the names of the state's level and of the right one.
-        loss: the losses at both.
+        levels: the names of the state's level and of the right level.
+        loss: the losses at both levels.
         rows: the operations in the order of the program.
         gradients: the relative error of each gradient by its path.
-        unaligned: the operations that only one of the two programs has.
+        unaligned: the operations that only one program has.
     """
 
     levels: tuple[str, str]
@@ -83,9 +84,9 @@ class Comparison:
 
     @property
     def operations(self) -> tuple[Row, ...]:
-        """The rows by the roundings that they add, the largest first.
+        """The rows, sorted by the roundings that they add. The largest is first.
 
-        Operations whose operands are off by six roundings come last.
+        Operations on operands with errors of six roundings are last.
         """
         key = lambda row: (row.is_late, -row.added / row.rounding)  # noqa: E731
         return tuple(sorted(self.rows, key=key))
@@ -114,7 +115,7 @@ class Comparison:
             f"add more than {_FLAGGED} roundings.",
             _module_table(self.rows),
         ]
-        # The derivative of a sine computes it again.
+        # The derivative of a sine computes the sine again.
         adding = [row for row in self.operations if row.added > row.rounding / 10]
         worst = {str(row): row for row in reversed(adding)}
         flagged = self.flagged
@@ -134,7 +135,7 @@ def _module_table(rows: tuple[Row, ...]) -> str:
         ("module", "forward", "backward", "error added", "worst operation")
     ]
     for label, _, node in rows_of(tree_of(rows)):
-        passes = {row.phase: row for row in node.operations}  # the last one of each
+        passes = {row.phase: row for row in node.operations}  # the last of each pass
         ends = [passes.get(name) for name in ("forward", "backward")]
         errors = [_percent(row.error) if row else "" for row in ends]
         worst = max(node.operations, key=lambda row: row.added)
@@ -145,7 +146,7 @@ def _module_table(rows: tuple[Row, ...]) -> str:
 
 
 def _added_by(paths: set[str], rows: list[Row]) -> float:
-    """The error of the last forward result beyond those that come from outside."""
+    """Returns the error of the last forward result beyond the errors from outside."""
     forward = [row for row in rows if row.phase == "forward"] or rows
     entering = [
         error

@@ -1,4 +1,4 @@
-"""The errors of pairs of operations, and what to do about them."""
+"""The errors of pairs of operations, and the advice on them."""
 
 import dataclasses
 import math
@@ -18,13 +18,13 @@ from jamp.diagnostics._pairing import Run, decides
 from jamp.diagnostics._replay import Value
 from jamp.diagnostics._source import short_line
 
-_ODD = 0.5  # an operand with a larger error is another value, or wrong already
-_NOISE = 1e-5  # a float32 sum that is smaller, relative to its terms, has no digits
+_ODD = 0.5  # an operand with a larger error is another value, or already wrong
+_NOISE = 1e-5  # a smaller float32 sum, relative to its terms, has no digits
 _SUMS = ("add", "add_any", "sub", "reduce_sum", "dot_general", "conv_general_dilated")
 
 
 class _Operand(NamedTuple):
-    """A float that both runs read, and its error before its casts."""
+    """A float that both runs read, with its error before its casts."""
 
     value: Value
     right: Value
@@ -32,7 +32,7 @@ class _Operand(NamedTuple):
 
 
 class Rows:
-    """Makes rows of pairs of runs, one for all iterations of an operation."""
+    """Makes rows from pairs of runs. All iterations of an operation share a row."""
 
     def __init__(self, half: Any, params: dict[str, float]):
         self.half, self.params = half, params
@@ -65,7 +65,7 @@ class Rows:
         coarse, weight = max(v.note.fp8 for v in outs[0])
         if decides(run.site.eqn):
             # An error e changes e / pi of the signs of normal numbers around zero.
-            # A decision does not round: no error of fp8 may change it.
+            # A decision does not round, so fp8's error must not excuse a change.
             differ = np.asarray(outs[0][0].array) != np.asarray(outs[0][1].array)
             worst, coarse = worst._replace(error=math.pi * float(differ.mean())), 0.0
         entered = math.hypot(*(x.error for x in operands))
@@ -87,7 +87,7 @@ class Rows:
             advice=self._advice(run, str(dtype), worst.error, operands, weight),
         )
         if (old := self.rows.get(run.row)) is not None:
-            # An operation that reads its own last result, as a sum does: its error
+            # An operation that reads its last result, such as a sum, has an error that
             # grows from the first iteration on.
             runs = (x.value.note.run for x in operands)
             is_sum = any(before and before[0] == run.row for before in runs)
@@ -114,14 +114,14 @@ class Rows:
         operands: list[_Operand],
         weight: str,
     ) -> str:
-        """One sentence, with the code to write."""
+        """Returns a sentence with the code to write."""
         if math.isinf(error):
             return advice_for(location_of(run.event, run.site, run.event.outs[0]))
         is_decision = decides(run.site.eqn)
         if weight and (is_decision or dtype.startswith("float8")):
             return f"Keep its matmul in half: `fp8=jamp.Fp8(keep={weight!r})`."
         if dtype in ("float16", "bfloat16") or is_decision:
-            _, _, inner = run.label.module.partition("/")  # params omit the outermost
+            _, _, inner = run.label.module.partition("/")  # without the model
             has_params = any(p.startswith(f"params/{inner}/") for p in self.params)
             module = f", or its params: `keep_fp32={inner!r}`" * has_params
             why = "Rounding changes it" if is_decision else f"It runs in {dtype}"
@@ -157,7 +157,7 @@ def _are_others(operands: list[_Operand]) -> bool:
 
 
 def _is_noise(run: Run, operands: list[_Operand], right: Value) -> bool:
-    """Whether the right result is a sum whose terms cancel to float32's rounding."""
+    """Returns whether the right result is a sum that cancels to float32's rounding."""
     rms = lambda v: norm(v.array) / math.sqrt(max(1, np.size(v.array)))  # noqa: E731
     if primitive_name(run.site.eqn) not in _SUMS or not operands:
         return False

@@ -24,13 +24,13 @@ _UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 class Explanation:
     """The precision of each operation: `print` it.
 
-    `print` shows a tree of modules, with equal ones in one line. FLOPs count a while
+    `print` shows a tree of modules, with equal modules in one line. FLOPs count a while
     loop once, each branch of a cond, and one device of a `shard_map`.
 
     Attributes:
         dtype: the half dtype.
-        operations: in the order of the program; the operations of a program follow the
-            operation that holds it.
+        operations: the operations in the order of the program. The operations of an
+            inner program follow the operation that contains it.
         promote: "widest" or "narrowest", for a function under autocast.
         level: the opt level of a step; "" for a function.
     """
@@ -48,7 +48,7 @@ class Explanation:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Matmuls in float32, attention written out, and unknown operations."""
+        """Warnings: float32 matmuls, written-out attention, unknown operations."""
         found = Counter(warning_of(op, self.level) for op in self.operations)
         return tuple(w if n == 1 else f"{w} ({n} ×)" for w, n in found.items() if w)
 
@@ -91,7 +91,7 @@ class Explanation:
 
 
 def _magnitude(number: int) -> str:
-    """Returns a number in three digits and a letter; "" for 0."""
+    """Formats a number as three digits and a letter, or "" for 0."""
     for size, unit in _UNITS:
         if number >= size:
             return f"{number / size:.3g} {unit}"
@@ -99,7 +99,7 @@ def _magnitude(number: int) -> str:
 
 
 def _float32_words(operations: Iterable[Operation], modules: int) -> str:
-    """Returns the operations in float32, and why, in one of several equal modules."""
+    """Describes the float32 operations in one of several equal modules."""
     counts: dict[str, Counter[str]] = {}
     for op in operations:
         if op.phase == "forward" and not is_half(op.dtype):

@@ -1,4 +1,4 @@
-"""`locate`: replays a batch that overflowed, and finds the first operation."""
+"""`locate` replays a batch that overflowed, and finds the first operation."""
 
 import dataclasses
 import math
@@ -29,9 +29,9 @@ def locate(
 
     It runs `jamp.scaled_value_and_grad(loss_fn)(state, *args, **kwargs)` again, outside
     of `jit`, one operation at a time, forward and backward, at the state's level and
-    loss scale. It names the first operation, in order of execution, whose result is not
-    finite although its operands are, among those that the loss or a gradient depends
-    on. It passes over the infinities of masks.
+    loss scale. It names the first operation, in order of execution, that has finite
+    operands and a result that is not finite. It looks only at operations that the loss
+    or a gradient depends on, and ignores the infinities of masks.
 
     It takes the time of a step without compilation, and the memory of a step.
 
@@ -41,8 +41,8 @@ def locate(
         wrt: the groups to differentiate, as in the step.
 
     Returns:
-        `f(state, *args, **kwargs) -> Location`: print it. `state` is the AmpState
-        before the step. The state after it works too, because a skipped step keeps the
+        `f(state, *args, **kwargs) -> Location`. Print the location. `state` is the
+        AmpState before the step. The state after it works too, because a skip keeps the
         params; its scale is lower.
 
     Raises (when called):
@@ -76,7 +76,7 @@ def _located(step: Step, scale_moves: bool) -> Location:
         lowest = _location_at(step, 1.0)
         if lowest.finite:
             return dataclasses.replace(found, advice=SCALE_TOO_HIGH[scale_moves])
-        found = lowest  # it overflows at any scale: report the cause at scale 1
+        found = lowest  # an overflow at any scale: report the cause at scale 1
     return dataclasses.replace(found, advice=advice_for(found))
 
 
@@ -102,17 +102,17 @@ def _location_at(step: Step, scale: float) -> Location:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Cause:
-    """Why a value is not finite. The note of a finite value is False instead."""
+    """The reason why a value is not finite. A finite value has the note False."""
 
     order: int  # in the order of execution
     has_nan: bool
-    is_intended: bool  # whether all of it comes from masks
+    is_intended: bool  # whether masks cause all infinities
     location: Location | None = None  # None if the parents explain the value
     parents: tuple["Cause", ...] = ()
 
 
 def find_causes(step: Step, scale: float) -> tuple[list[Value], list[Location]]:
-    """Replays a step with the causes as notes.
+    """Replays a step, and notes the causes.
 
     Returns:
         The loss and the gradients, and the locations of all operations that make
@@ -164,7 +164,7 @@ def _cause_of_result(
 
 
 def _first_location(causes: Iterable[Cause]) -> Location | None:
-    """Returns the first location among some causes and all of their ancestors.
+    """Returns the first location among some causes and all their ancestors.
 
     Intended infinities come last, because most of them are harmless.
     """

@@ -16,9 +16,9 @@ class Range(NamedTuple):
     """The type and the values of an array.
 
     Attributes:
-        dtype, shape: of the array.
-        low, high: the least and the greatest finite value; None if there is none.
-        nans, infs: how many values are NaN or infinite.
+        dtype, shape: the dtype and the shape of the array.
+        low, high: the smallest and the largest finite value; None if there is none.
+        nans, infs: the numbers of NaN and infinite values.
     """
 
     dtype: str
@@ -42,23 +42,23 @@ class Range(NamedTuple):
 class Location:
     """The first operation of a step whose result is not finite: `print` it.
 
-    If loss and gradients are all finite, it holds these two numbers alone.
+    If the loss and all gradients are finite, it has only the loss and the scale.
 
     Attributes:
         loss: the loss, unscaled.
-        scale: the loss scale; 1 if the gradients overflow even at 1.
-        operation: in words, such as "a matmul"; or the argument that is not finite.
-        primitive: the name in `jax.make_jaxpr`; "" for an argument.
+        scale: the loss scale, or 1 if the gradients overflow even at 1.
+        operation: words such as "a matmul", or the argument that is not finite.
+        primitive: the name in `jax.make_jaxpr`, or "" for an argument.
         phase: "forward", "backward", or "input" for an argument.
         source: `file:line`.
-        module: the modules or name scopes around it, such as `Net/Block_0`.
-        loops: the iterations of loops around it, from the outside in.
+        module: the modules or name scopes around the operation, such as `Net/Block_0`.
+        loops: the iterations of the loops around it, the outermost first.
         operands: the types and ranges of its operands.
-        result: the type and range of its result; None if all is finite.
+        result: the type and range of its result; None if everything is finite.
         made_by: the operation and line that computed the operand of a cast.
         params: the paths of the params whose gradients are not finite.
-        total: how many gradients there are.
-        advice: one sentence that says what to do.
+        total: the number of gradients.
+        advice: a sentence with the fix.
     """
 
     loss: float = math.nan
@@ -82,7 +82,7 @@ class Location:
         return self.result is None
 
     def __str__(self) -> str:
-        """One line for each fact, at most 20."""
+        """Returns at most 20 lines, one for each fact."""
         if self.finite:
             return f"All is finite: the loss is {self.loss:g}, at scale {self.scale:g}."
         phase = f" ({self.primitive}) in the {self.phase} pass"

@@ -1,4 +1,4 @@
-"""Measures how an array differs from the right one."""
+"""Measures the difference between an array and the right array."""
 
 import math
 from collections.abc import Iterator
@@ -10,12 +10,12 @@ import numpy as np
 from jamp._core.dtypes import is_differentiable
 from jamp.diagnostics._replay import Array
 
-_BLOCK = 1 << 14  # numbers at a time: wide copies of them stay in the cache
+_BLOCK = 1 << 14  # numbers at a time, so that wide copies stay in the cache
 _EXPONENT = 0x7F800000  # the bits of a float32's power of two
 
 
 class Difference(NamedTuple):
-    """How an array differs from the right one, as in a row of `compare`."""
+    """The difference from the right array, for a row of `compare`."""
 
     error: float
     ulps: float = 0.0
@@ -27,8 +27,8 @@ class Difference(NamedTuple):
 def measure(a: Array, b: Array, half: Any, *, is_fp8: bool = False) -> Difference:
     """Compares an array with the right one, which may be wider.
 
-    It passes over infinities that both have, and over a mask's lowest number. An array
-    in fp8 has a scale of its own, a power of two, which it takes out.
+    It ignores infinities in both arrays and the lowest numbers of masks. It removes the
+    scale of an fp8 array, a power of two.
     """
     a, b = np.asarray(a), np.asarray(b)
     if not is_differentiable(b):
@@ -72,7 +72,7 @@ def norm(x: Array) -> float:
 
 def _square(x: np.ndarray) -> float:
     if not 1e-30 < (found := np.vdot(x, x)) < np.inf:
-        found = np.vdot(x.astype(np.float64), x)  # beyond float32's range
+        found = np.vdot(x.astype(np.float64), x)  # float32 squares would overflow
     return float(found)
 
 

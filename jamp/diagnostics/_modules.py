@@ -8,7 +8,7 @@ from typing import Any
 from jamp.diagnostics._source import short_line
 
 _WIDTH = 100  # characters of a line
-_LEAST = 30  # characters of the last column, however long the names are
+_LEAST = 30  # least width of the last column
 
 
 class Node:
@@ -17,7 +17,7 @@ class Node:
     Attributes:
         paths: the paths of the modules.
         operations: the operations in them.
-        own: those outside of inner modules.
+        own: the operations outside of inner modules.
         inside: the inner modules by pattern.
     """
 
@@ -29,7 +29,7 @@ class Node:
 
 
 def tree_of(operations: Iterable[Any]) -> Node:
-    """The modules of some operations; an operation outside of modules has its line."""
+    """Makes the tree of operations. An operation without a module has its line."""
     root = Node()
     for op in operations:
         names = op.module.split("/") if op.module else [short_line(op.source)]
@@ -44,7 +44,7 @@ def tree_of(operations: Iterable[Any]) -> Node:
 
 
 def rows_of(node: Node, indent: str = "") -> Iterator[tuple[str, int, Node]]:
-    """The label of each inner module, how often its parent holds it, and its node."""
+    """Returns the label, the count in its parent and the node of each inner module."""
     for pattern, inner in node.inside.items():
         names = {path.rpartition("/")[2] for path in inner.paths}
         label = names.pop() if len(names) == 1 and "*" in pattern else pattern

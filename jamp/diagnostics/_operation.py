@@ -13,7 +13,7 @@ from jax.extend import core as jc
 from jamp._autocast.primitives import Shape, is_matmul, traits_of
 from jamp._autocast.program import shape_of, size_of
 
-# These compute nothing.
+# Operations that compute nothing.
 _TRIVIAL = (Shape.SAME, Shape.MARK)
 
 
@@ -22,17 +22,17 @@ class Operation:
     """One operation of a program.
 
     Attributes:
-        path: the operations whose programs hold it, from the outside in.
-        source: the user's `file:line`, or a library's if the user has none.
+        path: the operations that contain it, the outermost first.
+        source: `file:line` in the user's code, or otherwise in a library.
         module: the modules and name scopes around it, such as `Net/Block_0`.
         phase: "backward" if it exists for a derivative, else "forward".
         primitive: the name in `jax.make_jaxpr`.
-        dtype: the dtype that it runs in; None if it holds a program.
+        dtype: the dtype in which it runs; None if it contains a program.
         rule: the rule of the lists or the region: "half", "float32", "promote", "move"
             or "recorded".
-        why: one or two words for the decision, such as "list" or "widest".
-        reason: the same in a sentence.
-        flops: FLOPs of a float matmul or convolution, in all trips of the scans around.
+        why: the decision in one or two words, such as "list" or "widest".
+        reason: the decision in a sentence.
+        flops: the FLOPs of a float matmul or convolution, in all iterations of scans.
     """
 
     path: tuple[str, ...]
@@ -56,12 +56,12 @@ def is_half(dtype: str | None) -> bool:
 
 
 def is_fp8(*dtypes: str | None) -> bool:
-    """Returns whether dtypes, by their names, have 8 bits."""
+    """Returns whether the names of dtypes have 8 bits."""
     return all(str(dtype).startswith("float8") for dtype in dtypes)
 
 
 def computes(op: Operation) -> bool:
-    """Returns whether it computes floats: moves, casts, masks and integers do not."""
+    """Returns whether an operation computes floats, and does not only move or cast."""
     return (
         op.why != "program"
         and op.rule != "move"
@@ -71,13 +71,13 @@ def computes(op: Operation) -> bool:
 
 
 def total_flops(operations: Iterable[Operation]) -> tuple[int, int]:
-    """FLOPs of all matmuls and convolutions, and of those in half."""
+    """Returns the FLOPs of all matmuls and convolutions, and of those in half."""
     found = [(op.flops or 0, is_half(op.dtype)) for op in operations]
     return sum(n for n, _ in found), sum(n for n, half in found if half)
 
 
 def warning_of(op: Operation, level: str) -> str:
-    """Why an operation wastes matrix units, or is unknown to autocast; or ""."""
+    """Warns of an operation that is slow, or that autocast does not know; or ""."""
     where = f"{op.source}: {op.primitive}" if op.source else op.primitive
     if op.why in ("unknown primitive", "half condition", "written out"):
         return f"{where}: {op.why}. {op.reason}"
@@ -90,10 +90,10 @@ def warning_of(op: Operation, level: str) -> str:
 
 
 def flops_of(eqn: jc.JaxprEqn) -> int | None:
-    """FLOPs of a matmul or convolution, or None.
+    """Returns the FLOPs of a matmul or convolution, or None.
 
     - `dot_general`: 2 B M N K, for batch, free and contracted sizes.
-    - `ragged_dot_general`: the same without the groups: a row meets one group.
+    - `ragged_dot_general`: the same without the groups, because a row has one group.
     - `conv_general_dilated`: 2 I for each output value and kernel position, for I input
       features of a group, padding included.
     """

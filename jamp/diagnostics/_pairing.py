@@ -16,12 +16,12 @@ from jamp.diagnostics._replay import Event, Value, replay
 from jamp.diagnostics._source import MOVES, TO_FP8, Context, Site, short_line
 from jamp.diagnostics._step import Step
 
-_ORDERS = ("argmax", "argmin", "top_k")  # their integers are compared, too
+_ORDERS = ("argmax", "argmin", "top_k")  # integers to compare
 _SELECT = ("select_n", "clamp", "copy", "gather", *TO_FP8)
 
 
 class Label(NamedTuple):
-    """Names an operation in both programs. Operations with equal labels are counted."""
+    """Identifies an operation in both programs, together with a number."""
 
     module: str
     phase: str
@@ -39,7 +39,7 @@ class Note:
     """A note on a value, shared by its casts and moves.
 
     Attributes:
-        inputs: the arguments that it is made of.
+        inputs: the arguments from which it is computed.
         error: its error; None if it was not compared.
         run: the row that compared it, and the number of the run.
         fp8: the unit roundoff and the weight (a regex) of the fp8 matmul before it.
@@ -52,7 +52,7 @@ class Note:
 
     @property
     def param(self) -> str:
-        """A regex of the one param that it is made of, or ""."""
+        """A regex for the param, if it is computed from only one, or ""."""
         path = next(iter(self.inputs)) if len(self.inputs) == 1 else ""
         return f"{path[7:]}$" if path.startswith("params/") else ""
 
@@ -63,24 +63,24 @@ class Run(NamedTuple):
     label: Label
     loops: tuple[str, ...]
     number: int
-    line: str  # the user's, which the label may lack
+    line: str  # the user's line, which the label may lack
     site: Site
     event: Event
 
     @property
     def row(self) -> tuple[Label, int]:
-        """The row that it belongs to, with the runs of other iterations."""
+        """The row of this run and of other iterations."""
         return self.label, self.number
 
 
 class Side:
-    """One of the two programs: its labels, results, and runs without a partner."""
+    """One program: its labels, results, and runs without a partner."""
 
     def __init__(self, step: Step, only: str):
         self.step = step
         found = [x for x in _labels_in(step.program, Context()) if only in f"{x[1]}"]
         self.labels = {place: label for place, label, _ in found}
-        # A program that is called twice in one line has two operations in one place.
+        # Two calls of a program in one line have their operations in the same place.
         self.sizes = Counter(place for place, *_ in found)
         self.total = sum(times for *_, times in found)
         self.common: dict[Any, Label] = {}
@@ -89,7 +89,7 @@ class Side:
         self.results: list[Value] = []
 
     def runs(self, errors: dict[str, float]) -> Iterator[Run]:
-        """Replays the program, and yields the runs of operations of both programs.
+        """Replays the program, and yields the runs of operations in both programs.
 
         `errors` has the errors of the params.
         """
@@ -119,13 +119,13 @@ def _place(site: Site) -> tuple[int, str, str]:
 
 
 def decides(eqn: jc.JaxprEqn) -> bool:
-    """Returns whether it makes a number of a condition, as a router does."""
+    """Returns whether it converts a condition to a number, as a router does."""
     name = eqn.primitive.name
     return name == "convert_element_type" and eqn.invars[0].aval.dtype == jnp.bool  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _label_of(site: Site) -> Label | None:
-    """The label, or None if it moves values or JAX computes it a second time."""
+    """Returns the label, or None if it moves values or is a recomputation."""
     eqn, name = site.eqn, site.eqn.primitive.name
     values = eqn.invars if name in _ORDERS else eqn.outvars
     moves = traits_of(name).shape in MOVES or name in _SELECT
@@ -143,7 +143,7 @@ def _label_of(site: Site) -> Label | None:
 def _labels_in(
     program: jc.Jaxpr, context: Context, times: int = 1
 ) -> Iterator[tuple[Any, Label, int]]:
-    """Returns the place and the label of each operation, and how often it runs."""
+    """Returns the place, the label and the number of runs of each operation."""
     for eqn in program.eqns:
         site = Site(eqn, program, context)
         if label := _label_of(site):
@@ -155,9 +155,9 @@ def _labels_in(
 
 
 def find_common(left: Side, right: Side) -> dict[Label, None]:
-    """Finds the labels that both programs have equally often.
+    """Finds the labels that occur equally often in both programs.
 
-    Autocast and JAX's caches move some lines: without lines, more labels are equal.
+    Autocast and JAX's caches change some lines. Without lines, more labels are equal.
 
     Returns:
         The other labels.
@@ -181,7 +181,7 @@ def find_common(left: Side, right: Side) -> dict[Label, None]:
 
 def _note_of_result(event: Event, value: Value) -> Note:
     notes = [value.note for value in event.read]
-    # The slices of an argument, too, have its error.
+    # The slices of an argument also have its error.
     if notes and (event.moves or value.maker is None):
         return notes[0]
     inputs = frozenset[str]().union(*(note.inputs for note in notes))

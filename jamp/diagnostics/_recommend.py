@@ -1,4 +1,4 @@
-"""`recommend_scale`: the loss scale at which a batch's gradients fit the half dtype."""
+"""`recommend_scale` finds the loss scale at which a batch's gradients fit into half."""
 
 import bisect
 import functools
@@ -29,10 +29,11 @@ def recommend_scale(
     """Recommends a loss scale for a batch, at the level of a state.
 
     In float16, it is an eighth of the largest power of two up to 2**24 at which no
-    gradient overflows; or more, if float16 would round more than 1 in 1,000 gradients
-    to zero. In bfloat16, which has the range of float32, it is 1. Use it for
-    `DynamicLossScale(init_scale=...)`, which then skips no first steps, or as a static
-    scale. It compiles the step once, and runs it once more one operation at a time.
+    gradient overflows. It is larger if float16 would round more than 1 in 1,000
+    gradients to zero. In bfloat16, which has the range of float32, it is 1. With
+    `DynamicLossScale(init_scale=...)`, training then starts without skips. The scale
+    may also be static. The function compiles the step once, and also runs it one
+    operation at a time.
 
     Args:
         loss_fn: `(params, *args, **kwargs) -> loss`, or `(loss, aux)`, as in the step.
@@ -46,8 +47,8 @@ def recommend_scale(
         TypeError: `state` is not an AmpState, or arrays are traced.
         ValueError: the level does not compute in half.
         FloatingPointError: the loss or a gradient is not finite at any scale, or the
-            forward pass overflows in an operation whose result the loss hides, as
-            `jnp.clip(x, -1, 1)` and `1 / x` do.
+            forward pass overflows. `jnp.clip(x, -1, 1)` and `1 / x` may hide such an
+            overflow from the loss.
 
     >>> import jamp, jax.numpy as jnp, optax
     >>> state = jamp.initialize(jnp.ones(4), optax.sgd(1.0), "O2", verbosity=0)
@@ -101,8 +102,8 @@ def recommend_scale(
 
 @jax.jit
 def _share_lost(grads: list[Array], factor: float) -> Array:
-    """The share of nonzero gradients that float16 rounds to zero after scaling."""
+    """Returns the share of nonzero gradients that become zero in float16."""
     sizes = [jnp.abs(g).astype(jnp.float32) for g in grads]
-    least = jnp.float32(2.0**-25)  # half the smallest number of float16
+    least = jnp.float32(2.0**-25)  # half of the smallest float16
     lost = sum(jnp.sum((x > 0) & (x * factor <= least)) for x in sizes)
     return lost / jnp.maximum(1, sum(jnp.sum(x > 0) for x in sizes))

@@ -1,7 +1,7 @@
 """Replays a step one operation at a time.
 
-A call's program replaces the call. A `shard_map` is one operation. The replay frees a
-value after its last reader.
+The program of a call replaces the call. A `shard_map` is one operation. The replay
+frees a value after its last reader.
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ from jamp.diagnostics._step import Step
 
 type Array = jax.Array | np.ndarray
 
-_MOST_TRIPS = 100_000  # on unfused values, a while loop may never end
-# Equations that return their operands; they carry types or schedules.
+_MOST_TRIPS = 100_000  # a while loop may never end on values that XLA would fuse
+# Equations that return their operands, and only set types or schedules.
 _MARKS = ("optimization_barrier", "apart", "repeated", "pvary")
 
 
@@ -34,16 +34,16 @@ class Value:
     path: str = ""  # the tree path of an argument
     # The operation that computed it, before casts and moves; None for an argument.
     maker: Site | None = None
-    note: Any = None  # what a reader of the events remembers
+    note: Any = None  # for the reader of the events
 
 
 class Event(NamedTuple):
-    """An operation that ran. The last event of a step reads its results."""
+    """An operation that ran. The last event of a step reads the results of the step."""
 
     site: Site | None
     read: list[Value]
     outs: list[Value]
-    moves: bool = False  # whether the result holds the numbers of one operand
+    moves: bool = False  # whether the result has the numbers of one operand
 
 
 type _Run = Generator[Event, None, list[Value]]
@@ -119,7 +119,7 @@ def _run_loop(site: Site, read: list[Value], whole: bool) -> _Run:
     if whole:
         outs = _results(site, read, site)
         is_finite = not any(any(not_finite(v.array)) for v in outs)
-        if is_finite or any(not_finite(v.array)[0] for v in read):  # NaN came in
+        if is_finite or any(not_finite(v.array)[0] for v in read):  # NaN from outside
             yield Event(site, read, outs)
             return outs
     *tests, body = frames_of(site.eqn)

@@ -1,4 +1,4 @@
-"""`SkipLog`: the last skipped steps, kept on the device."""
+"""`SkipLog` keeps the last skipped steps on the device."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ _SHOWN = 4
 )
 @dataclasses.dataclass(frozen=True)
 class SkipLog:
-    """The last skipped steps, in a ring buffer: carry it through the steps.
+    """The last skipped steps, in a ring buffer that your steps carry.
 
     Only `print` and `skips` wait for the device.
 
@@ -41,15 +41,15 @@ class SkipLog:
       step 0: loss 18, scale 65536: a, b
     """
 
-    entries: dict[str, Array]  # arrays with a row for each skip
+    entries: dict[str, Array]  # arrays with one row per skip
     count: Int[Array, ""]
     paths: tuple[str, ...]
 
     @classmethod
     def of(cls, state: AmpState, size: int = 16) -> Self:
-        """Returns an empty log for a state; for NNX, for `optimizer.amp_state(model)`.
+        """Returns an empty log for a state, or in NNX for `optimizer.amp_state(model)`.
 
-        `size` is how many skips it keeps; a ValueError if it is less than 1.
+        The log keeps `size` skips. A size below 1 is a ValueError.
         """
         if size < 1:
             raise ValueError(f"`size` must be at least 1, got {size}.")
@@ -65,18 +65,19 @@ class SkipLog:
     def add(
         self, state: AmpState, loss: Array, grads: PyTree, loss_id: int = 0
     ) -> Self:
-        """The log after a step: one more entry if its loss or gradients overflowed.
+        """Returns the log after a step. An overflow adds an entry.
 
-        Call it in the same `jit` as `scaled_value_and_grad`, with the results of that:
-        elsewhere all gradients of the step are NaN.
+        Pass it the results of `scaled_value_and_grad` in the same `jit`. Elsewhere, all
+        gradients of the step are NaN.
 
         Args:
             state: the state before the step, or the Optimizer of `jamp.nnx`.
-            loss, grads: the results for all params.
-            loss_id: which loss they belong to.
+            loss, grads: the results for the params of all groups.
+            loss_id: the id of the loss.
 
         Raises:
-            ValueError: the gradients have other paths than the params of the log.
+            ValueError: the paths of the gradients differ from those of the log's
+                params.
         """
         tree = trained_params(grads)
         if (paths := _paths(tree)) != self.paths:
@@ -107,10 +108,10 @@ class SkipLog:
         )
 
     def skips(self) -> list[dict[str, Any]]:
-        """Returns the entries, oldest first. Waits for the device.
+        """Returns the entries, oldest first. It waits for the device.
 
-        Each has the number of steps taken before it ("step"), the "loss", the loss
-        "scale", and the paths of the "params" whose gradients were not finite.
+        An entry is a dict: "step" is the number of steps before it, "loss" and "scale"
+        are of the step, and "params" are the paths of gradients that were not finite.
         """
         size, count = len(self.entries["step"]), int(self.count)
         found = jax.device_get(self.entries)
@@ -134,7 +135,7 @@ class SkipLog:
 
 
 def _before_nan(grad: Array) -> Array:
-    """A gradient before the overflow of another one made it NaN, if it is known."""
+    """Returns a gradient before an overflow of another gradient made it NaN."""
     raw = raw_of(grad)
     if raw is None or raw.grad is None:
         return grad

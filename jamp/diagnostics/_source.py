@@ -1,4 +1,4 @@
-"""Where an operation is: its line, its module, its pass."""
+"""The place of an operation: its line, its module and its pass."""
 
 import os
 import re
@@ -12,17 +12,17 @@ from jamp._autocast import jax_internals
 from jamp._autocast.primitives import Shape, traits_of
 from jamp._core.dtypes import is_differentiable
 
-# The folders of installed packages and of Python. They hold no line of the user.
+# The folders of installed packages and of Python, which contain no user code.
 _INSTALLED = tuple(
     {*sysconfig.get_paths().values(), *site.getsitepackages()}
     - {sysconfig.get_path("data"), sysconfig.get_path("scripts")}
 )
 _JAMP = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
-# JAX and jamp put these around the names of modules, and between them.
+# Words that JAX and jamp add around and between the names of modules.
 _WRAPPED = re.compile(r"\b(?:jvp|transpose|vmap|checkpoint|remat|jit)\(([^()]*)\)")
 _MARKS = re.compile(r"^(jamp_\w+.*|rematted_computation|checkpoint|.*->.*|)$")
 _REGION = re.compile(r"\bjamp_\w+\([^()]*\)")
-# jamp's casts to fp8, which have a scale of their own
+# jamp's casts to fp8, which have their own scale
 TO_FP8 = ("quantize", "fp8_once")
 MOVES = tuple(map(Shape, "same mark reshape rearrange repeat move".split()))
 
@@ -33,7 +33,7 @@ def is_installed(file: str) -> bool:
 
 
 def user_line(eqn: jc.JaxprEqn) -> str:
-    """`file:line`, the innermost in no installed package, or else outside of JAX."""
+    """Returns the innermost `file:line` of the user, or of a library except JAX."""
     lines = list(jax_internals.source_lines(eqn))
     own = (line for line in lines if not is_installed(line))
     return next(own, lines[0] if lines else "")
@@ -56,13 +56,13 @@ def module_path(names: str) -> str:
     while before != names:
         before, names = names, _WRAPPED.sub(r"\1", names)
     parts = [part for part in names.split("/") if not _MARKS.match(part)]
-    # A derivative inside of a module repeats the path from the model on.
+    # A derivative inside a module repeats the path of the module.
     begin = len(parts) - 1 - parts[::-1].index(parts[0]) if parts else 0
     return "/".join(parts[begin:])
 
 
 def moves(eqn: jc.JaxprEqn) -> bool:
-    """Returns whether the result holds the numbers of the one float operand."""
+    """Returns whether the result has the numbers of its only float operand."""
     name = eqn.primitive.name
     is_move = traits_of(name).shape in MOVES or name in TO_FP8
     return is_move and sum(is_differentiable(v.aval) for v in eqn.invars) <= 1
@@ -74,15 +74,15 @@ def is_backward(names: str) -> bool:
 
 
 class Context(NamedTuple):
-    """The surroundings of a program."""
+    """The context of a program in a larger program."""
 
     names: str = ""  # the name scopes
-    line: str = ""  # the user's
-    loops: tuple[str, ...] = ()  # the iterations
+    line: str = ""  # the user's line
+    loops: tuple[str, ...] = ()  # the iterations of the loops around it
 
 
 class Site(NamedTuple):
-    """An equation, its program and the surroundings."""
+    """An equation, its program and the context of the program."""
 
     eqn: jc.JaxprEqn
     program: jc.Jaxpr
@@ -90,7 +90,7 @@ class Site(NamedTuple):
 
     @property
     def line(self) -> str:
-        """The user's line. JAX records none inside of its own jitted functions."""
+        """The user's line. JAX records none inside its own jitted functions."""
         return user_line(self.eqn) or self.context.line
 
     @property
@@ -109,5 +109,5 @@ class Site(NamedTuple):
         return "backward" if is_backward(self.names) else "forward"
 
     def inside(self, *loops: str) -> Context:
-        """Returns the context of a program that the equation holds."""
+        """Returns the context of a program that the equation contains."""
         return Context(self.names, self.line, (*self.context.loops, *loops))

@@ -25,10 +25,10 @@ class Step(NamedTuple):
     """A program that returns the loss and the scaled gradients."""
 
     program: jc.Jaxpr
-    inputs: list[tuple[Any, str]]  # with their tree paths
-    paths: list[str]  # of the gradients
+    inputs: list[tuple[Any, str]]  # with the paths of the arguments
+    paths: list[str]  # the paths of the gradients
     scale: float = 1.0  # the state's loss scale
-    scale_path: str = ""  # the input that holds it
+    scale_path: str = ""  # the input with the loss scale
 
     def inputs_at(self, scale: float) -> list[tuple[Any, str]]:
         """Returns the inputs with another loss scale."""
@@ -69,7 +69,7 @@ def trace_step(
     loss_id: int = 0,
     wrt: Wrt = None,
 ) -> Step:
-    """Traces a step. Arrays may be shapes; Python's numbers stay constants."""
+    """Traces a step. Arrays may be shapes. Python numbers stay constants."""
 
     def with_aux(*args, **kwargs):
         out = loss_fn(*args, **kwargs)
@@ -124,6 +124,6 @@ def trace_scaled_step(
 
 
 def matmul_dtype(properties: Properties) -> Any:
-    """Returns the half dtype of a level's matmuls; None if they run in float32."""
+    """Returns the half dtype of a level's matmuls, or None for float32."""
     autocast = properties.patch_functions_type if properties.patch_functions else None
     return half_dtype(properties) or autocast
