@@ -109,11 +109,6 @@ MECHANISMS = {
         "softmax._softmax_ending_in",
         _gives(None),
     ),
-    "dropped softmax": Mechanism(
-        "Where dropout follows, the derivative of a softmax reads its scores instead.",
-        "softmax._is_rounded",
-        _gives(True),
-    ),
     "islands": Mechanism(
         "Float32 between two halves is computed again in the backward pass.",
         "rewrite.checkpoint_islands",

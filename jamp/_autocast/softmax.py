@@ -9,7 +9,7 @@ needs only the result, and the next matmul saves the result in half anyway. Read
 copy, XLA moves as many bytes as in a half model.
 
 If dropout follows, the matmul saves the output of the dropout, and the result would be
-one more saved array. Then the derivative reads the half scores and the saved sum.
+one more saved array. Such a softmax keeps JAX's derivative.
 
 On a TPU, XLA does not save the half result. It recomputes the exponential from the half
 scores inside each matmul that reads it, and the derivative does the same.
@@ -36,31 +36,28 @@ _REPEATS = ("broadcast_in_dim", "reshape", "expand_dims")
 def with_softmax(
     eqns: Sequence[jc.JaxprEqn], graph: Graph, programs: dict[Any, Any]
 ) -> tuple[list[jc.JaxprEqn], bool]:
-    """Replaces each softmax among the equations of an island by one equation.
+    """Replaces the softmax that ends an island by one equation.
 
     The last equation is the cast to half that ends the island. The second result says
     whether it casts the result of a softmax. A barrier inside this softmax protects the
     half copy, so the island needs no other barrier.
     """
-    makers = {v: eqn for eqn in eqns for v in eqn.outvars}
-    half, written = dtype_of(eqns[-1].outvars[0]), dict[int, jc.JaxprEqn]()
-    rounded = False
-    for eqn in eqns:
-        written[id(eqn)] = eqn
-        if replaced := _softmax_ending_in(eqn, makers, graph):
-            exp, total, *_ = replaced
-            function = _softmax(total.params["axes"], half, _is_rounded(eqn, eqns))
-            new = call(function, exp.invars, eqn.outvars, eqn, programs)
-            if new is not None:
-                written[id(eqn)] = new
-                rounded = rounded or _is_rounded(eqn, eqns)
-                for old in replaced:
-                    del written[id(old)]
-    return list(written.values()), rounded
+    makers: dict[Atom, jc.JaxprEqn] = {v: eqn for eqn in eqns for v in eqn.outvars}
+    (rounded,), (result,) = eqns[-1].invars, eqns[-1].outvars
+    end = makers.get(rounded)
+    if end is not None and (replaced := _softmax_ending_in(end, makers, graph)):
+        exp, total, *_ = replaced
+        function = _softmax(total.params["axes"], dtype_of(result))
+        new = call(function, exp.invars, end.outvars, end, programs)
+        if new is not None:
+            gone = set(map(id, replaced))
+            left = (new if e is end else e for e in eqns if id(e) not in gone)
+            return list(left), True
+    return list(eqns), False
 
 
 def _softmax_ending_in(
-    eqn: jc.JaxprEqn, makers: Mapping[jc.Var, jc.JaxprEqn], graph: Graph
+    eqn: jc.JaxprEqn, makers: Mapping[Atom, jc.JaxprEqn], graph: Graph
 ) -> list[jc.JaxprEqn]:
     """Returns the exponential, the sum and its broadcasts if a softmax ends here.
 
@@ -96,15 +93,8 @@ def _softmax_ending_in(
     return [exp, total, *repeats] if of_same_row else []
 
 
-def _is_rounded(eqn: jc.JaxprEqn, eqns: Sequence[jc.JaxprEqn]) -> bool:
-    """Returns whether the last equation casts a result of `eqn`."""
-    return eqns[-1].invars[0] in eqn.outvars
-
-
 @functools.cache
-def _softmax(
-    axes: tuple[int, ...], half: DTypeLike, is_rounded: bool
-) -> Callable[[Array], Array]:
+def _softmax(axes: tuple[int, ...], half: DTypeLike) -> Callable[[Array], Array]:
     @jax.custom_jvp
     def softmax(x):
         y = jnp.exp(x)
@@ -113,10 +103,6 @@ def _softmax(
     @softmax.defjvp
     def derivative(primals, tangents):
         (x,), (t,) = primals, tangents
-        if not is_rounded:
-            y = jnp.exp(x)
-            y = y / y.sum(axes, keepdims=True)
-            return y, linear(y, t)
         y = softmax(x)
         kept = name_p.bind(y.astype(half), name="softmax")
         x, total = jax.lax.platform_dependent(kept, y, tpu=exact, default=rounded)

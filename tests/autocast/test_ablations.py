@@ -89,9 +89,8 @@ EXAMPLES = {
     "repeated": Example(
         lambda w, x: standardised(x @ w + (x[:, 0] @ w)[:, None]), (MATRIX, MATRICES)
     ),
-    "softmax, dropped softmax, sums kept, islands, island barrier": Example(
-        lambda w, x: jnp.where(jnp.arange(4) < 2, nn.softmax(x @ w), 0) @ w, SQUARES
-    ),
+    "softmax, sums kept, islands": Example(lambda w, x: nn.softmax(x @ w) @ w, SQUARES),
+    "island barrier": Example(lambda w, x: jnp.tanh(x @ w) @ w, SQUARES),
     "heads, labels, head barrier, inlined calls": Example(label_loss, SQUARES),
     "logit biases": Example(lambda b, w, x: label_loss(w, x, b), ((4,), *SQUARES)),
     "chains, one cast": Example(lambda w, x: (x @ w * 2.0 + 1.0) @ w, SQUARES),
