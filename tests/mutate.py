@@ -17,6 +17,7 @@ import random
 import resource
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.nnx  # noqa: F401, imported once for all forks
@@ -34,62 +35,50 @@ for one, other in (map(ast.__dict__.get, p.split()) for p in PAIRS.split(", ")):
     SWAPS |= {other: one, one: other} if other not in SWAPS else {one: other}
 
 
-def places(node: Any) -> list[tuple[Any, str]]:
-    """What can be changed below a node, and how: not types, nor words."""
-    if isinstance(node, ast.Raise):
-        return [(node, "removed")]
+def changes(node: Any) -> Iterator[tuple[Any, str, Callable[[], None]]]:
+    """Yields what can be changed from a node down, how, and a function that does it.
+
+    Types and words stay.
+    """
     if isinstance(node, ast.JoinedStr) or ast.unparse(node).startswith(NEVER_RUN):
-        return []
-    found = []
+        return
+
+    def put(name, value):
+        return lambda: setattr(node, name, value)
+
     match node:
-        case ast.Compare(ops=[op, *_]) if type(op) in SWAPS:
-            found = [(node, "ops")]
+        case ast.Raise():
+            yield node, "removed", put("__class__", ast.Pass)
+            return
+        case ast.Compare(ops=[op, *rest]) if type(op) in SWAPS:
+            yield node, "ops", put("ops", [SWAPS[type(op)](), *rest])
         case ast.BinOp(left=ast.Constant(value=str()) | ast.JoinedStr()):
             pass
         case ast.BoolOp(op=op) | ast.BinOp(op=op) if type(op) in SWAPS:
-            found = [(node, "op")]
-        case ast.Constant(value=bool() | int() | float()):
-            found = [(node, "value")]
-        case ast.UnaryOp():
-            found = [(node, "operand")]
+            yield node, "op", put("op", SWAPS[type(op)]())
+        case ast.Constant(value=bool() | int() | float() as x):
+            yield node, "value", put("value", (not x) if x in (0, 1) else x + 1)
+        case ast.UnaryOp():  # done twice, it is undone
+            yield node, "op", put("operand", ast.UnaryOp(node.op, node.operand))
         case ast.If() | ast.IfExp():
-            found = [(node, "test")]
+            yield node, "test", put("test", ast.UnaryOp(ast.Not(), node.test))
         case ast.Expr(value=ast.Call()) | ast.AugAssign():
-            found = [(node, "removed")]
+            yield node, "removed", put("__class__", ast.Pass)
     types = {id(getattr(node, name, None)) for name in ("annotation", "returns")}
-    below = [x for x in ast.iter_child_nodes(node) if id(x) not in types]
-    return found + [place for child in below for place in places(child)]
+    for child in ast.iter_child_nodes(node):
+        if id(child) not in types:
+            yield from changes(child)
 
 
-class _Change(ast.NodeTransformer):
-    def __init__(self, target: Any, how: str):
-        self.target, self.how = target, how
-
-    def visit(self, node):
-        if node is not self.target:
-            return super().visit(node)
-        if self.how in ("operand", "removed"):
-            return getattr(node, self.how, ast.Pass())
-        if self.how == "value":
-            node.value = (not node.value) if node.value in (0, 1) else node.value + 1
-        elif self.how == "test":
-            node.test = ast.UnaryOp(ast.Not(), node.test)
-        elif self.how == "ops":
-            node.ops[0] = SWAPS[type(node.ops[0])]()
-        else:
-            node.op = SWAPS[type(node.op)]()
-        return node
-
-
-def mutants(source: str, count: int, seed: int):
-    """Up to `count` changed trees, and what was changed in each."""
-    sites = len(places(ast.parse(source)))
+def mutants(source: str, count: int, seed: int) -> Iterator[tuple[Any, str]]:
+    """Yields up to `count` changed trees, and what was changed in each."""
+    sites = len(list(changes(ast.parse(source))))
     for k in random.Random(seed).sample(range(sites), min(count, sites)):
         tree = ast.parse(source)
-        node, how = places(tree)[k]
-        before, line = ast.unparse(node).partition("\n")[0], node.lineno
-        tree = ast.fix_missing_locations(_Change(node, how).visit(tree))
-        yield tree, f"{line}: {how} of `{before}`"
+        node, how, change = list(changes(tree))[k]
+        said = f"{node.lineno}: {how} of `{ast.unparse(node).partition('\n')[0]}`"
+        change()
+        yield ast.fix_missing_locations(tree), said
 
 
 class _Loader(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -10,7 +10,6 @@ import pytest
 from jax import lax, nn
 
 import jamp
-from benchmarks import ablations, lean
 from benchmarks.mechanisms import MECHANISMS, without
 
 
@@ -146,10 +145,3 @@ def test_a_program_differs_without_its_mechanism(names):
 
 def test_each_mechanism_has_an_example():
     assert set(MECHANISMS) == set(", ".join(EXAMPLES).split(", "))
-
-
-def test_every_figure_is_of_a_step_and_a_mechanism_that_exist():
-    names = {ablations.AS_IS, *MECHANISMS}
-    for entry in ablations.read():
-        assert entry["model"] in lean.CASES and entry["mode"] in lean.MODES
-        assert entry["without"] in names

@@ -45,40 +45,35 @@ def dropping(query, key, value, **options):
     return cudnn.dot_product_attention(query, key, value, dropout_rate=0.1)
 
 
+FNS = {"dropout": dropping}
+
+
+def mask_of(option, x):
+    if option == "mask":
+        return nn.make_causal_mask(x[..., 0], dtype=bool)
+
+
 class Linen(nn.Module):
     option: str
 
     @nn.compact
     def __call__(self, x):
-        mask = (
-            nn.make_causal_mask(x[..., 0], dtype=bool)
-            if self.option == "mask"
-            else None
-        )
-        x, fn = nn.Dense(WIDTH)(x), dropping if self.option == "dropout" else fused
-        attention = nn.MultiHeadDotProductAttention(HEADS, attention_fn=fn)
+        options = {"attention_fn": FNS.get(self.option, fused)}
+        attention = nn.MultiHeadDotProductAttention(HEADS, **options)
+        x, mask = nn.Dense(WIDTH)(x), mask_of(self.option, x)
         return nn.Dense(10)(x + attention(x, mask=mask))
 
 
 class NNX(nnx.Module):
     def __init__(self, option, rngs):
         self.option, self.first = option, nnx.Linear(32, WIDTH, rngs=rngs)
-        options = {
-            "num_kv_heads": 1 if option == "gqa" else HEADS,
-            "attention_fn": dropping if option == "dropout" else fused,
-        }
-        self.attention = nnx.MultiHeadAttention(
-            HEADS, WIDTH, decode=False, rngs=rngs, **options
-        )
+        options = {"attention_fn": FNS.get(option, fused), "decode": False}
+        options["num_kv_heads"] = 1 if option == "gqa" else HEADS
+        self.attention = nnx.MultiHeadAttention(HEADS, WIDTH, rngs=rngs, **options)
         self.last = nnx.Linear(WIDTH, 10, rngs=rngs)
 
     def __call__(self, x):
-        mask = (
-            nnx.make_causal_mask(x[..., 0], dtype=bool)
-            if self.option == "mask"
-            else None
-        )
-        x = self.first(x)
+        x, mask = self.first(x), mask_of(self.option, x)
         return self.last(x + self.attention(x, mask=mask))
 
 

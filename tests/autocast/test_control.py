@@ -127,35 +127,31 @@ def in_scopes(x):
         return y @ x
 
 
-DECIDING = {
-    "scope": (in_scopes, LISTS.with_region("head", "float32"), [FLOAT, HALF]),
-    "outer": (in_scopes, NET, [FLOAT, FLOAT]),
-    # The last that matches decides; it may return to the table.
-    "last": (in_scopes, NET.with_region("head", "half"), [HALF, FLOAT]),
-    "default": (in_scopes, NET.with_region("net/head", "default"), [HALF, FLOAT]),
-    "primitive": (
-        *(in_scopes, LISTS.with_primitive("dot_general", "float32")),
-        [FLOAT, FLOAT],
-    ),
-    # The last of all kinds decides.
-    "primitive last": (
-        *(in_scopes, NET.with_primitive("dot_general", "half")),
-        [HALF, HALF],
-    ),
-    "function last": (in_scopes, NET.with_function("product", "half"), [HALF, FLOAT]),
-    "region last": (in_scopes, OF_PRODUCT.with_region("", "float32"), [FLOAT, FLOAT]),
-    "function": (in_scopes, LISTS.with_function("product", "float32"), [FLOAT, HALF]),
-    "promote": (lambda x: promoted(promoted(x) @ x), LISTS, [FLOAT, HALF, HALF]),
-    "half and float32": (lambda x: lax.dot(x.astype("float16"), x), LISTS, [HALF]),
-    "float64": (lambda x: wide(x).astype("float32"), LISTS, [FLOAT]),
-    "mark, wish": (jamp.half_function(highest), LISTS, [HALF]),
-    "region, wish": (highest, LISTS.with_region("", "half"), [HALF]),
+# By name, lists, and what they make of the products in `net/head` and in `net`. The
+# last that matches decides, of whatever kind it is, and may return to the table.
+IN_SCOPES = {
+    "scope": (LISTS.with_region("head", "float32"), [FLOAT, HALF]),
+    "outer": (NET, [FLOAT, FLOAT]),
+    "last": (NET.with_region("head", "half"), [HALF, FLOAT]),
+    "default": (NET.with_region("net/head", "default"), [HALF, FLOAT]),
+    "primitive": (LISTS.with_primitive("dot_general", "float32"), [FLOAT, FLOAT]),
+    "primitive last": (NET.with_primitive("dot_general", "half"), [HALF, HALF]),
+    "function": (LISTS.with_function("product", "float32"), [FLOAT, HALF]),
+    "function last": (NET.with_function("product", "half"), [HALF, FLOAT]),
+    "region last": (OF_PRODUCT.with_region("", "float32"), [FLOAT, FLOAT]),
+}
+OTHERS = {
+    "promote": (LISTS, [FLOAT, HALF, HALF], lambda x: promoted(promoted(x) @ x)),
+    "half and float32": (LISTS, [HALF], lambda x: lax.dot(x.astype("float16"), x)),
+    "float64": (LISTS, [FLOAT], lambda x: wide(x).astype("float32")),
+    "mark, wish": (LISTS, [HALF], jamp.half_function(highest)),
+    "region, wish": (LISTS.with_region("", "half"), [HALF], highest),
 }
 
 
-@pytest.mark.parametrize("name", DECIDING)
+@pytest.mark.parametrize("name", IN_SCOPES | OTHERS)
 def test_what_decides(name):
-    fn, lists, expected = DECIDING[name]
+    lists, expected, fn = (*(IN_SCOPES | OTHERS)[name], in_scopes)[:3]
     with jax.enable_x64(name == "float64"):
         assert found(fn, lists=lists) == expected
 
@@ -170,18 +166,9 @@ def test_lists_are_values():
     ("call", "match"),
     [
         (lambda: LISTS.with_region("a", "quarter"), "'quarter'"),
-        (
-            lambda: LISTS.with_primitive("scan", "half"),
-            "'scan', which contains a program",
-        ),
-        (
-            lambda: LISTS.register_half_function(jnp, "none"),
-            "has no function named 'none'",
-        ),
-        (
-            lambda: LISTS.register_half_kernel(jnp, "none"),
-            "has no function named 'none'",
-        ),
+        (lambda: LISTS.with_primitive("scan", "half"), "'scan', which contains"),
+        (lambda: LISTS.register_half_function(jnp, "none"), "no function named 'none'"),
+        (lambda: LISTS.register_half_kernel(jnp, "none"), "no function named 'none'"),
         (lambda: jamp.autocast(product, dtype="float32"), "must be.*float32"),
         (lambda: jamp.autocast(product, promote="wide"), "must be.*wide"),
         (lambda: LISTS.with_region("(", "half"), "got a bad regex, '\\('"),

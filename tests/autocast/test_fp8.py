@@ -488,9 +488,6 @@ def test_nor_is_it_nan_where_the_cotangent_is_known(argnums, derivative):
         derivative(penalty, argnums)(X, state.params["w"])
 
 
-# ---- flax.nnx
-
-
 # ---- options
 
 

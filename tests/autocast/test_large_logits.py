@@ -107,22 +107,14 @@ def check(level, loss=LOSSES["optax"], tied=False, reduced=whole, place=jnp.asar
 
 
 levels = pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+HEADS = {name: {"loss": loss} for name, loss in LOSSES.items()}
+HEADS |= {"in chunks of rows": {"reduced": chunked}, "tied": {"tied": True}}
 
 
 @levels
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-def test_a_gradient_has_the_digits_of_half(loss, level):
-    check(level, loss)
-
-
-@levels
-def test_in_chunks_of_rows(level):
-    check(level, reduced=chunked)
-
-
-@levels
-def test_tied_to_an_embedding(level):
-    check(level, tied=True)
+@pytest.mark.parametrize("head", HEADS)
+def test_a_gradient_has_the_digits_of_half(head, level):
+    check(level, **HEADS[head])
 
 
 @levels

@@ -33,10 +33,6 @@ def test_pyproject_has_the_same_bounds_and_no_version_of_its_own():
     assert jamp.__version__.count(".") == 2
 
 
-def test_readme_has_the_address_of_pyproject():
-    assert PROJECT["urls"]["Repository"] in (ROOT / "README.md").read_text()
-
-
 def test_the_other_jamp_is_warned_of(tmp_path, monkeypatch):
     folder = tmp_path / "jamp-0.0.6.dist-info"
     folder.mkdir()

@@ -2,7 +2,6 @@
 
 import ast
 import functools
-import inspect
 import json
 import re
 import time
@@ -14,7 +13,6 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 
@@ -22,6 +20,7 @@ import jamp
 import jamp.nnx
 from benchmarks.lean_transformers import GPT2
 from jamp.diagnostics import _compare, compare
+from tests.diagnostics.frameworks import FRAMEWORKS, lines_of, run
 
 pytestmark = pytest.mark.standard_promotion  # as in the reader's program
 
@@ -105,7 +104,6 @@ FAULTS = {
         {"of": functools.partial(jax.nn.logsumexp, axis=-1)},
     ),
 }
-FRAMEWORKS = ("raw", "Linen", "NNX")
 # `make test` runs each fault in one framework, and each framework.
 ALL = [
     pytest.param(fault, framework, marks=[pytest.mark.slow] * ((i - j) % 3 > 0))
@@ -114,55 +112,17 @@ ALL = [
 ]
 
 
-class Net(nn.Module):
-    fn: object
-    values: object
-
-    @nn.compact
-    def __call__(self, x):
-        return self.fn({k: self.param(k, lambda _, v=v: v) for k, v in self.values}, x)
-
-
-class NetNNX(nnx.Module):
-    def __init__(self, fn, values):
-        self.fn, self.names = nnx.static(fn), nnx.static(tuple(values))
-        for name, value in values.items():
-            setattr(self, name, nnx.Param(jnp.asarray(value)))
-
-    def __call__(self, x):
-        return self.fn({name: getattr(self, name)[...] for name in self.names}, x)
-
-
 def square(y):
     return (y.astype(jnp.float32) ** 2).mean()
-
-
-def run(framework, fn, params, level, options):
-    if framework == "NNX":
-        options = {"opt_level": level, "verbosity": 0, **options}
-        both = jamp.nnx.initialize(NetNNX(fn, params), optax.sgd(1.0), **options)
-        loss_fn, state = jamp.nnx.pure(lambda model, x: square(model(x)), *both)
-        return compare(loss_fn, "O0")(state, X)
-    if framework == "Linen":
-        apply_fn = Net(fn, tuple(params.items())).apply
-    else:
-        apply_fn = lambda variables, x: fn(variables["params"], x)  # noqa: E731
-    state = begin(params, level, apply_fn=apply_fn, **options)
-    loss_fn = lambda p, x: square(state.apply_fn({"params": p}, x))  # noqa: E731
-    return compare(loss_fn, "O0")(state, X)
-
-
-def lines_of(fn):
-    """The lines that a program marks."""
-    lines, first = inspect.getsourcelines(fn)
-    return [f"{__file__}:{first + i}" for i, s in enumerate(lines) if "# here" in s]
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
 @pytest.mark.parametrize(("fault", "framework"), ALL)
 def test_a_planted_fault_is_found_and_its_advice_repairs_it(fault, framework):
     fn, params, level, options, words, repair = FAULTS[fault]
-    report = run(framework, fn, params, level, options)
+    against_o0 = lambda loss_fn: compare(loss_fn, "O0")  # noqa: E731
+    of = functools.partial(run, against_o0, framework, level, square)
+    report = of(fn, params, X, options)
     lines = lines_of({mask: subtract, log_sum_exp: total_exp}.get(fn, fn))
     found = [row for row in report.operations[:3] if row.source in lines]
     assert found and found[0] in report.flagged, report
@@ -173,11 +133,69 @@ def test_a_planted_fault_is_found_and_its_advice_repairs_it(fault, framework):
         options = (
             kept if setting[1] == "keep_fp32" else {"fp8": jamp.Fp8(smallest=1, **kept)}
         )
-    again = run(framework, functools.partial(fn, **repair), params, level, options)
+    again = of(functools.partial(fn, **repair), params, X, options)
     assert not [row for row in again.flagged if row.source in lines], again
 
 
 # ---- errors that are known
+
+
+LOSSES = optax.softmax_cross_entropy_with_integer_labels
+
+
+def gpt2(level, shape=(2, 16), width=48, dtype=None, options=(), **sizes):
+    """Returns a loss, a state, tokens, and the model's float32 params."""
+    tokens = jax.random.randint(jax.random.key(1), shape, 0, 100)
+    model = GPT2(**{"depth": 2, "width": width, "vocabulary": 128} | sizes)
+    params = model.init(jax.random.key(0), tokens)["params"]
+    state = begin(params, level, apply_fn=model.apply, **dict(options))
+
+    def loss_fn(params, x):
+        logits = state.apply_fn({"params": params}, x).astype(jnp.float32)
+        return LOSSES(logits[:, :-1], x[:, 1:]).mean()
+
+    return loss_fn, state, tokens, params
+
+
+def test_an_intact_gpt2_at_o4_is_as_one_by_hand():
+    _, state, tokens, params = gpt2("O4", depth=1, width=24)
+    loss_fn = lambda p, x: square(state.apply_fn({"params": p}, x))  # noqa: E731
+    report = compare(loss_fn, "O0")(state, tokens)
+    assert report.flagged == (), report
+    half, right = (
+        np.float64(GPT2(1, 24, 128, dtype=d).apply({"params": params}, tokens))
+        for d in (jnp.bfloat16, jnp.float32)
+    )
+    by_hand = np.linalg.norm(half - right) / np.linalg.norm(right)
+    (row,) = (
+        row
+        for row in report.rows
+        if (row.module, row.primitive) == ("GPT2/Embed_0.attend", "dot_general")
+        and row.phase == "forward"
+    )
+    assert 0.5 < row.error / by_hand < 2
+    # 9 of 10 operations that compute are in both programs.
+    assert len(report.unaligned) < len(report.rows) / 10, report.unaligned
+    text = str(report)
+    assert "Block_0" in text and "Embed_0.attend" in text
+
+
+INTACT = [(level, scan) for level in ("O6", "O1", "O2", "O5") for scan in (False, True)]
+
+
+@pytest.mark.parametrize(
+    ("level", "scan"),
+    [INTACT[0], *(pytest.param(*row, marks=pytest.mark.slow) for row in INTACT[1:])],
+)
+def test_an_intact_gpt2_has_no_flag(level, scan):
+    options = FP8 if level == "O6" else {}
+    loss_fn, state, tokens, _ = gpt2(level, scan=scan, options=options)
+    report = compare(loss_fn, "O0")(state, tokens)
+    assert report.flagged == (), report
+    if level == "O6":
+        assert any(row.dtype.startswith("float8") for row in report.rows)
+    else:
+        assert len(report.unaligned) < len(report.rows) / 8, report.unaligned
 
 
 def rounded(x):
@@ -210,70 +228,10 @@ def test_the_errors_of_three_layers_are_those_of_numpy():
     assert 0.5 < report.gradients["c"] / expected[-1] < 2
 
 
-def test_an_intact_gpt2_at_o4_is_as_one_by_hand():
-    tokens = jax.random.randint(jax.random.key(1), (2, 16), 0, 100)
-    sizes = {"depth": 1, "width": 24, "vocabulary": 128}
-    model = GPT2(**sizes)
-    params = model.init(jax.random.key(0), tokens)["params"]
-    state = begin(params, "O4", apply_fn=model.apply)
-
-    def loss_fn(params, tokens):
-        return square(state.apply_fn({"params": params}, tokens))
-
-    report = compare(loss_fn, "O0")(state, tokens)
-    assert report.flagged == (), report
-    logits = [
-        GPT2(**sizes, dtype=dtype).apply({"params": params}, tokens)
-        for dtype in (jnp.bfloat16, jnp.float32)
-    ]
-    half, right = (np.asarray(x, np.float64) for x in logits)
-    by_hand = np.linalg.norm(half - right) / np.linalg.norm(right)
-    (row,) = (
-        row
-        for row in report.rows
-        if (row.module, row.primitive) == ("GPT2/Embed_0.attend", "dot_general")
-        and row.phase == "forward"
-    )
-    assert 0.5 < row.error / by_hand < 2
-    # 9 of 10 operations that compute are in both programs.
-    assert len(report.unaligned) < len(report.rows) / 10, report.unaligned
-    text = str(report)
-    assert "Block_0" in text and "Embed_0.attend" in text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_an_intact_gpt2_has_no_flag(level, scan):
-    tokens = jax.random.randint(jax.random.key(1), (2, 16), 0, 100)
-    model = GPT2(depth=2, width=48, vocabulary=128, scan=scan)
-    params = model.init(jax.random.key(0), tokens)["params"]
-    state = begin(params, level, apply_fn=model.apply)
-    losses = optax.softmax_cross_entropy_with_integer_labels
-
-    def loss_fn(params, x):
-        logits = state.apply_fn({"params": params}, x)
-        return losses(logits[:, :-1], x[:, 1:]).mean()
-
-    report = compare(loss_fn, "O0")(state, tokens)
-    assert report.flagged == (), report
-    assert len(report.unaligned) < len(report.rows) / 8, report.unaligned
-
-
 @pytest.mark.slow
 def test_its_memory_and_time(monkeypatch):
     """At most 4 x the memory and 60 x the time of a compiled step, once JAX is warm."""
-    tokens = jax.random.randint(jax.random.key(1), (8, 64), 0, 512)
-    model = GPT2(depth=2, width=96, vocabulary=512)
-    params = model.init(jax.random.key(0), tokens)["params"]
-    state = jamp.initialize(
-        params, optax.adam(1e-3), "O5", apply_fn=model.apply, verbosity=0
-    )
-    losses = optax.softmax_cross_entropy_with_integer_labels
-
-    def loss_fn(params, x):
-        logits = state.apply_fn({"params": params}, x).astype(jnp.float32)
-        return losses(logits[:, :-1], x[:, 1:]).mean()
+    loss_fn, state, tokens, _ = gpt2("O5", (8, 64), 96, vocabulary=512)
 
     def step(state, x):
         loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, x)
@@ -557,30 +515,3 @@ def test_progress_is_shown_after_some_seconds(capsys, monkeypatch):
     monkeypatch.setattr(_compare, "_QUIET", -1.0)
     compare(loss_fn, "O0")(state, X)
     assert "compare [###" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_an_intact_fp8_model_has_no_flag(scan):
-    class Block(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            h = nn.Dense(64)(nn.LayerNorm()(x))
-            return x + nn.Dense(32)(nn.gelu(h)), None
-
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            axes = {"params": 0}
-            if scan:
-                return nn.scan(Block, axes, split_rngs={"params": True}, length=3)()(
-                    x, None
-                )[0]
-            return Block()(Block()(x, None)[0], None)[0]
-
-    params = Model().init(jax.random.key(0), X)["params"]
-    options = {"apply_fn": Model().apply, "fp8": jamp.Fp8(smallest=1)}
-    state = begin(params, "O6", **options)
-    loss_fn = lambda p, x: square(state.apply_fn({"params": p}, x))  # noqa: E731
-    report = compare(loss_fn, "O0")(state, X)
-    assert any(row.dtype.startswith("float8") for row in report.rows)
-    assert report.flagged == (), report

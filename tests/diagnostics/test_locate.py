@@ -1,18 +1,16 @@
 """`jamp.diagnostics.locate`: the operation, the line, the module and the advice."""
 
-import inspect
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 
 import jamp
 import jamp.nnx
 from jamp.diagnostics import locate
+from tests.diagnostics.frameworks import NNX, lines_of, run
 from tests.support.states import SGD, make
 
 pytestmark = pytest.mark.standard_promotion  # as in the reader's program
@@ -128,36 +126,15 @@ PROGRAMS = {
 }
 
 
-WAYS = (("plain", "O1"), ("plain", "O2"), ("NNX", "O2"))
-
-
-class NetNNX(nnx.Module):
-    def __init__(self, fn, w):
-        self.fn, self.w = nnx.static(fn), nnx.Param(jnp.asarray(w))
-
-    def __call__(self, x):
-        return self.fn(self.w[...], x)
+WAYS = (("raw", "O1"), ("raw", "O2"), ("NNX", "O2"))
 
 
 def total(x):
     return x.astype(jnp.float32).sum()
 
 
-def run(framework, level, fn, w, x):
-    if framework == "NNX":
-        both = jamp.nnx.initialize(NetNNX(fn, w), SGD, level, verbosity=0)
-        loss, state = jamp.nnx.pure(lambda model, x: total(model(x)), *both)
-        return locate(loss)(state, x)
-    apply_fn = lambda variables, x: fn(variables["params"]["w"], x)  # noqa: E731
-    state = make(level, {"w": jnp.asarray(w)}, apply_fn=apply_fn)
-    loss = lambda params, x: (total(state.apply_fn({"params": params}, x)), "aux")  # noqa: E731
-    return locate(loss)(state, x)
-
-
-def lines_of(fn):
-    """Returns the marked lines of a program."""
-    lines, first = inspect.getsourcelines(fn)
-    return [f"{__file__}:{first + i}" for i, s in enumerate(lines) if "# here" in s]
+def located(way, fn, w, x):
+    return run(locate, *way, total, lambda p, x: fn(p["w"], x), {"w": w}, x)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
@@ -165,8 +142,8 @@ def lines_of(fn):
 def test_culprit(name):
     fn, w, x, words, phase, advice = PROGRAMS[name]
     turn = list(PROGRAMS).index(name)
-    for framework, level in (WAYS[turn % 3], WAYS[(turn + 1) % 3]):
-        found = run(framework, level, fn, EYE * w if w == w else EYE + w, ONES * x)
+    for way in (WAYS[turn % 3], WAYS[(turn + 1) % 3]):
+        found = located(way, fn, EYE * w if w == w else EYE + w, ONES * x)
         text = str(found)
         assert any(word in found.operation for word in words.split("|")), text
         assert found.phase.startswith(phase) and advice in found.advice, text
@@ -182,8 +159,8 @@ def test_culprit(name):
 
 @pytest.mark.parametrize("fn", INSIDE)
 def test_inside_of_what_holds_programs(fn):
-    for framework, level in WAYS:
-        found = run(framework, level, fn, EYE, ONES)
+    for way in WAYS:
+        found = located(way, fn, EYE, ONES)
         text = str(found)
         assert (found.loops, found.phase) == (INSIDE[fn], "forward"), text
         assert found.source in lines_of(step), text
@@ -201,9 +178,9 @@ def test_shard_map_is_one_operation_and_vmap_looks_inside():
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
     specs = {"in_specs": (P(), P("data")), "out_specs": P()}
     whole = jax.shard_map(lambda w, x: local(w * 300, x), mesh=mesh, **specs)
-    assert run("plain", "O2", whole, EYE, ONES).primitive == "shard_map"
+    assert located(WAYS[1], whole, EYE, ONES).primitive == "shard_map"
     mapped = jax.vmap(local, (None, 0), axis_name="data")
-    found = run("plain", "O2", mapped, EYE, np.tile(ONES, (8, 1, 1)))
+    found = located(WAYS[1], mapped, EYE, np.tile(ONES, (8, 1, 1)))
     assert found.source in lines_of(step) and found.primitive == "dot_general"
     assert found.result.infs == 32 and found.result.shape == (8, 4, 8)
 
@@ -274,8 +251,8 @@ def test_what_it_cannot_take():
         jax.jit(lambda s, x: locate(two_layers)(s, x))(state, ONES)
     with pytest.raises(TypeError, match="the AmpState .* got dict"):
         locate(two_layers)(state.params, ONES)
-    model = NetNNX(data, EYE)
-    with pytest.raises(TypeError, match="got NetNNX for the optimizer"):
+    model = NNX(data, {"w": EYE})
+    with pytest.raises(TypeError, match="got NNX for the optimizer"):
         jamp.nnx.pure(lambda model: model, model, model)
 
 

@@ -46,46 +46,54 @@ def oracle(params, grads, steps, rate):
     return p
 
 
-@pytest.mark.parametrize(
-    "tx",
-    [
-        optax.sgd(2.0**-9),
-        jo.fused_sgd(2.0**-9),
-        jo.fused_sgd(2.0**-9, backend="interpret"),
-    ],
-    ids=["optax", "fused", "kernels"],
-)
-def test_params_are_rounded_by_a_hash_of_step_leaf_and_element(tx):
-    params = weights()
-    # bfloat16 numbers times a power of two are exact in any order, and fused.
-    grads = {k: np.float32(x.astype(BF16)) for k, x in weights(1).items()}
-    wanted = oracle(params, grads, 3, 2.0**-9)
-    state = jamp.initialize(params, tx, "O5", keep_fp32="kept", **BARE)
-    for _ in range(3):
-        state = step(state, grads)
-    dtypes = {"a": BF16, "b": BF16, "kept": F32}
-    assert jax.tree.map(lambda x: x.dtype, state.params) == dtypes
-    for name, x in jamp.master_params(state).items():
-        np.testing.assert_array_equal(x, wanted[name])
+def with_state(tx):
+    """The params of a state after three steps."""
+
+    def train(params, grads):
+        state = jamp.initialize(params, tx, "O5", keep_fp32="kept", **BARE)
+        for _ in range(3):
+            state = step(state, grads)
+        return state.params
+
+    return train
 
 
-@pytest.mark.standard_promotion  # apply_updates promotes
-def test_the_wrapper_lands_on_the_same_params_in_a_loop_of_ones_own():
-    params, tx = weights(), jo.stochastic_rounding(optax.sgd(2.0**-9))
-    grads = {k: np.float32(x.astype(BF16)) for k, x in weights(1).items()}
-    wanted = oracle(params, grads, 3, 2.0**-9)
+def by_hand(params, grads):
+    """The same by the wrapper, in a loop of one's own."""
+    tx = jo.stochastic_rounding(optax.sgd(2.0**-9))
     p = {k: jnp.asarray(x, F32 if k == "kept" else BF16) for k, x in params.items()}
     state = tx.init(p)
     for _ in range(3):
         updates, state = jax.jit(tx.update)(grads, state, p)
         p = optax.apply_updates(p, updates)
     assert state.count == 3
-    for name, x in p.items():
+    return p
+
+
+WAYS = {
+    "optax": with_state(optax.sgd(2.0**-9)),
+    "fused": with_state(jo.fused_sgd(2.0**-9)),
+    "kernels": with_state(jo.fused_sgd(2.0**-9, backend="interpret")),
+    "by hand": by_hand,
+}
+
+
+@pytest.mark.standard_promotion  # apply_updates promotes
+@pytest.mark.parametrize("way", WAYS)
+def test_params_are_rounded_by_a_hash_of_step_leaf_and_element(way):
+    params = weights()
+    # bfloat16 numbers times a power of two are exact in any order, and fused.
+    grads = {k: np.float32(x.astype(BF16)) for k, x in weights(1).items()}
+    wanted = oracle(params, grads, 3, 2.0**-9)
+    for name, x in WAYS[way](params, grads).items():
+        assert x.dtype == (F32 if name == "kept" else BF16)
         np.testing.assert_array_equal(x.astype(F32), wanted[name])
-    sgd = optax.sgd(0.1)
-    assert jo.stochastic_rounding(sgd) == jo.stochastic_rounding(sgd) != tx
-    again = jo.stochastic_rounding(jo.fused_adam(0.1))
-    assert pickle.loads(pickle.dumps(again)) == again
+
+
+def test_equal_wrappers_are_values():
+    sgd, fused = optax.sgd(0.1), jo.stochastic_rounding(jo.fused_adam(0.1))
+    assert jo.stochastic_rounding(sgd) == jo.stochastic_rounding(sgd) != fused
+    assert pickle.loads(pickle.dumps(fused)) == fused
 
 
 @pytest.mark.parametrize(

@@ -15,36 +15,9 @@ import optax
 from jax.typing import DTypeLike
 
 import jamp
+from benchmarks.lean_transformers import GPT2
 from tests.support import programs
 from tests.support.models import CNN, Transformer
-
-
-class Residual(nn.Module):
-    """The body of a scan over layers."""
-
-    dtype: DTypeLike | None = None
-
-    @nn.compact
-    def __call__(self, x, _=None):
-        y = nn.LayerNorm(dtype=self.dtype)(x)
-        return x + nn.Dense(x.shape[-1], dtype=self.dtype)(y), None
-
-
-class Scanned(nn.Module):
-    """nn.scan over nn.remat over layers."""
-
-    dtype: DTypeLike | None = None
-
-    @nn.compact
-    def __call__(self, x):
-        x = nn.Dense(4, dtype=self.dtype)(x)
-        layers = nn.scan(
-            nn.remat(Residual),
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-            length=2,
-        )
-        return layers(self.dtype)(x, None)[0]
 
 
 class Headed(nn.Module):
@@ -87,7 +60,7 @@ def normal(*shape, seed=0, dtype=np.float32):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
-IMAGES, SEQUENCE = normal(2, 6, 6, 3), normal(2, 3, 4)
+IMAGES = normal(2, 6, 6, 3)
 TOKENS = jnp.asarray([[1, 5, 0], [2, 2, 4]])
 SMALL = {"width": 4, "heads": 2, "depth": 1, "length": 3, "vocabulary": 6}
 
@@ -95,7 +68,7 @@ SMALL = {"width": 4, "heads": 2, "depth": 1, "length": 3, "vocabulary": 6}
 CASES = {
     "cnn": (CNN((4, 8), 1), IMAGES),
     "transformer-float32": (Transformer(**SMALL, dtype=jnp.float32), TOKENS),
-    "scan-remat": (Scanned(), SEQUENCE),
+    "scan-remat": (GPT2(2, 4, 6, scan=True, heads=2), TOKENS),
 }
 
 

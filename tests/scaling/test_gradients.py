@@ -143,9 +143,6 @@ def test_a_habit_is_the_right_step_or_a_skip(name, level):
         assert_skipped_and_lowered(step(state, bad), state)
 
 
-# Transformations inside of the optimizer that remember gradients.
-
-
 # The table of the origins of gradients.
 
 
