@@ -1,12 +1,9 @@
 """The lists of autocast: complete, without contradictions, as the docs print them."""
 
-import itertools
 import pathlib
-import re
 import runpy
 from collections import Counter
 
-import jax
 from jax.extend.core import Primitive, primitives
 
 from jamp._autocast.control_flow import RULES
@@ -45,23 +42,6 @@ def test_nothing_is_in_two_rows():
     libraries = [n for row in (*LIBRARY_ROWS, *SOLVER_ROWS) for n in row.primitives]
     names = Counter([*LISTED, *RULES, *functions, *libraries])
     assert [name for name, count in names.items() if count > 1] == []
-
-
-# Versions of JAX from 0.11.0 on have these; the newest does not.
-OLDER = {"reduced_vary_cast_p", "vary_unreduced_cast_p"}
-NEWER = {"CustomRoot", "Frexp", "Ldexp", "one_minus_square", "polynomial"}
-NEWER |= {"program_order"}
-OURS = {"apart", "repeated"}
-
-
-def test_every_name_is_of_a_jax_or_of_equinox():
-    *rows, equinox = ROWS
-    assert "Equinox" in equinox.reason
-    names = {name for row in rows for name in row.primitives} - OURS
-    files = pathlib.Path(jax.__file__).parent.rglob("*.py")
-    text = "\n".join(file.read_text() for file in files)
-    quoted = re.findall(r"""['"]([\w-]+)['"]|class (\w+)\(""", text)
-    assert names - set(itertools.chain(*quoted)) <= OLDER | NEWER
 
 
 # apex/amp/lists, by what JAX calls them; docs/autocast.md says where the two differ.

@@ -12,7 +12,6 @@ import pytest
 
 import pallas_kernels as pk
 from jamp import optimizers as jo
-from pallas_kernels._rounding import numbers_of_flat, strides_of
 from tests.devices.eight_devices import LEAVES, SPECS, mesh_of, placed
 from tests.optimizers.fused import FIELDS, each_bare, fresh
 from tests.oracles import rounding
@@ -97,15 +96,6 @@ def test_the_bits_are_those_of_the_whole_leaf_under_any_sharding(kind, backend, 
         on_mesh = placed(tree, mesh_of(kind), SPECS)
         call = jax.jit(functools.partial(written, backend=backend))
         assert_same_bits(call([*on_mesh.values()], 3), wanted)
-
-
-@pytest.mark.parametrize("whole", [(6, 8, 10), (6, 4, 10), (3, 8, 20), (6, 8, 20)])
-def test_a_place_in_a_part_is_numbered_in_the_whole(whole):
-    part = (3, 4, 10)
-    flat = jnp.arange(np.prod(part), dtype=jnp.uint32)
-    found = numbers_of_flat(flat, part, strides_of(whole))
-    wanted = np.arange(np.prod(whole)).reshape(whole)[:3, :4, :10]
-    np.testing.assert_array_equal(found, wanted.ravel())
 
 
 @each_bare
