@@ -1,4 +1,4 @@
-"""A program of named params and a batch, run in each framework, and its marked lines."""
+"""A program of named params and a batch, in each framework, and its marked lines."""
 
 import inspect
 from collections.abc import Callable
