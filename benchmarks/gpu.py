@@ -27,8 +27,8 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 STEP = "benchmarks/test_optimizer_step.py::test_"
 CONTESTANTS = ("optax chain", "jamp fused, xla", "jamp fused, mosaic")
 BY_HAND, TORCH = "by hand, bfloat16", "torch bfloat16, compiled"
-# In the order of their worth, if time runs out. O0 with 64 sequences needs more memory
-# than there is.
+# The most important jobs are first, in case time runs out. O0 with 64 sequences does
+# not fit into the memory.
 TRAINED = {
     "fused, 8": ("O5", BY_HAND, TORCH, "O2", "O4", "O6", "O0"),
     "fused, 64": ("O5", BY_HAND, TORCH, "O2", "O4", "O6"),
@@ -36,7 +36,7 @@ TRAINED = {
     "1.3B, 8": ("O5", "O6", TORCH),
 }
 FIRST_PART = ("fused, 8", "fused, 64")
-# On more leaves, XLA takes minutes to compile the chain.
+# With more leaves, XLA takes minutes to compile the chain.
 MOST_LEAVES_OF_CHAIN = 400
 # Tests whose programs compile differently on a GPU.
 TESTED = ("optimizers", "pallas_kernels", "state/test_amp_state.py", "scaling")

@@ -60,7 +60,7 @@ def least_bytes(spec: Spec, store_remainder: bool = False) -> int:
 
 
 def optax_chain(spec: Spec) -> Contestant:
-    """A step by hand: optax.adamw, and a select for the skip."""
+    """Makes a step by hand: optax.adamw, and a select for the skip."""
     tx = optax.adamw(LEARNING_RATE, eps=EPS, weight_decay=WEIGHT_DECAY)
     return Contestant(
         init=lambda masters: _chain_init(tx, masters),
@@ -127,7 +127,7 @@ def _chain_step(
 
 
 def jamp_fused(spec: Spec, backend: str, store_remainder: bool = False) -> Contestant:
-    """`jamp.optimizers.fused_adam` in an AmpState that checks and scales."""
+    """Makes a step of `jamp.optimizers.fused_adam` in an AmpState that checks."""
     tx = jamp.optimizers.fused_adam(
         LEARNING_RATE, eps=EPS, weight_decay=WEIGHT_DECAY, backend=backend
     )

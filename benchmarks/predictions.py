@@ -1,4 +1,4 @@
-"""Predict the training steps of `make gpu`, before a GPU runs them.
+"""Predict the times of the training steps of `make gpu` without a GPU.
 
     python -m benchmarks.predictions            # adds the rows that are missing
     python -m benchmarks.predictions --table    # prints saved rows
@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="compile nothing")
     found = read()
     if not parser.parse_args().table:
-        # Without a GPU there is no cuDNN whose version JAX could ask for.
+        # Without a GPU, there is no cuDNN, and JAX must not look for its version.
         cudnn.check_cudnn_version = lambda: 91000
         known = {(row["size"], row["contestant"]) for row in found}
         for name, contestants in TRAINED.items():

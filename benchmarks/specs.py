@@ -15,7 +15,7 @@ class Spec:
     """The parameters of a model, in the order of its layers.
 
     Attributes:
-        name: the model, and its difference from the model of that name.
+        name: the model, and the difference from the original model.
         shapes: one per leaf.
         fp32: the indices of BatchNorm's leaves, which O2 and O5 keep in float32.
     """
@@ -26,17 +26,17 @@ class Spec:
 
     @property
     def sizes(self) -> list[int]:
-        """Elements of each leaf."""
+        """The number of elements of each leaf."""
         return [math.prod(shape) for shape in self.shapes]
 
     @property
     def total(self) -> int:
-        """Elements of all leaves."""
+        """The number of elements of all leaves."""
         return sum(self.sizes)
 
     @property
     def total_fp32(self) -> int:
-        """Elements of the leaves that stay in float32."""
+        """The number of elements of the leaves that stay in float32."""
         return sum(self.sizes[leaf] for leaf in self.fp32)
 
 

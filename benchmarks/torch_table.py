@@ -1,8 +1,8 @@
 """Compare the error of autocast with the error of torch's rules on a table of programs.
 
 The error of a result or a gradient is its distance from float64, relative to the norm
-of the float64 value, over all seeds. One run depends on luck, so there are many seeds
-and a tolerance of 1.1.
+of the float64 value, over all seeds. A single run depends on chance, so there are many
+seeds and a tolerance of 1.1.
 """
 
 import contextlib

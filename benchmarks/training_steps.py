@@ -1,8 +1,8 @@
 """A training step of GPT-2 with Flax, with jamp at each level, by hand, and with torch.
 
 All steps of a size train the same model on the same tokens with AdamW. Attention is
-cuDNN's and torch's fused kernel, or all models write out its scores and softmax. In
-float32, which cuDNN does not accept, they always do.
+cuDNN's and torch's fused kernel, or all models write out the scores and the softmax.
+cuDNN does not accept float32, so float32 models always write them out.
 """
 
 import dataclasses
@@ -54,12 +54,12 @@ class Size:
         return GPT2(self.depth, self.width, self.vocabulary, **options)
 
     def small(self) -> "Size":
-        """The same for a rehearsal on a CPU."""
+        """Returns a small size for a rehearsal on a CPU."""
         sizes = {"depth": 2, "width": 96, "vocabulary": 256, "batch": 4, "length": 32}
         return dataclasses.replace(self, heads=12, **sizes)
 
     def flops(self, who: str) -> tuple[float, float]:
-        """FLOPs of the matmuls of a step in half and in fp8, without recomputation."""
+        """Returns the FLOPs of a step's matmuls, in half and in fp8, without remat."""
         count = self.batch * self.length
         layers = 6 * count * self.depth * 12 * self.width**2
         attention = 12 * count * self.depth * self.length * self.width

@@ -17,8 +17,8 @@ from jamp._autocast.lists import (
 _HEAD = """\
 # The lists of autocast
 
-Generated from `primitives` and `lists` of `jamp/_autocast`. [Autocast](autocast.md)
-says what the rules mean and how to change them for a program.
+`python docs/autocast_lists.py` writes this page from `primitives`, `lists` and `decide`
+of `jamp/_autocast`. [Autocast](autocast.md) explains the rules and how to change them.
 
 A `dot_general` without a contracted dimension follows the rule of `mul`; one without a
 free dimension follows the rule of `reduce_sum`. Dimensions of size 1 do not count.
@@ -31,10 +31,10 @@ _TITLES = {
     Rule.RECORDED: "In the dtype that the program has",
 }
 _DECISIONS = """\
-The lists decide first. For `promote` and `move` the first row of this table that fits
-decides. No row depends on what reads the result. `op.why` of `jamp.explain` names the
-row. A result in float32 still votes for half if its operands do: a matmul that reads it
-rounds it.
+The lists decide first. For `promote` and `move`, the first row of this table that fits
+decides. No row depends on the readers of the result. `op.why` of `jamp.explain` names
+the row. A float32 result still votes for half if its operands do, so a matmul that
+reads it rounds it.
 """
 _PROGRAMS = """\
 ## Operations that contain programs
@@ -111,7 +111,7 @@ def page() -> str:
     functions = _section("Functions, by the name of their `jit`", FUNCTION_ROWS)
     libraries = _section("Functions of JAX, by module", LIBRARY_ROWS)
     solvers = _section(
-        "Functions of JAX that call yours: only their own matmuls",
+        "Functions of JAX that call yours: the rule for their own matmuls",
         SOLVER_ROWS,
     )
     programs = _PROGRAMS.format(names=_names(RULES))

@@ -53,7 +53,7 @@ SPECIAL = "[UNK]", "[SEP]", "[MASK]"  # the first words; the model never guesses
 UNK, SEP, MASK, SIZE = 0, 1, 2, 1000  # SIZE: words in the vocabulary
 
 
-# The text. Every tenth paragraph is for the test.
+# The text. Every tenth paragraph belongs to the test set.
 def load_text():
     text = "\n\n".join(topics[name] for name in sorted(topics)).lower()
     split = (re.finditer(r"\w+|([^\w\s])\1*", p) for p in re.split(r"\n\s*\n", text))

@@ -4,8 +4,9 @@
     python examples/fp16_optimizer.py --init-scale 16777216   # too high: it recovers
     python examples/fp16_optimizer.py --static-loss-scale 128
 
-This ports code for `apex.fp16_utils`: each method call stays, takes a state and returns
-the next one. A new program is shorter: see digits.py.
+This script shows how to port code for `apex.fp16_utils`. Each method keeps its name,
+takes a state and returns the next state. A new program is shorter with
+`jamp.initialize`, as in digits.py.
 """
 
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser

@@ -1,4 +1,4 @@
-"""Reads folders of images, with a subfolder per class, in batches of bytes.
+"""Read folders of images, with a subfolder per class, in batches of bytes.
 
     train = ImageFolder("imagenet/train", batch_size=256)
     for images, labels in train.shuffled(seed=0, start=0, stop=10 * len(train)):

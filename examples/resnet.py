@@ -4,7 +4,7 @@
     variables = model.init(key, images)  # params and batch_stats
     logits, new = model.apply(variables, images, train=True, mutable=["batch_stats"])
 
-As torchvision has them: the stride of a bottleneck is in its 3 x 3 convolution.
+As in torchvision, the stride of a bottleneck is in its 3 x 3 convolution.
 """
 
 import flax.linen as nn

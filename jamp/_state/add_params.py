@@ -38,8 +38,8 @@ def with_more_params[S](
     if old.tx is None or is_single != (tx is None):
         raise TypeError(
             f"add_params got tx={tx!r} for params stepped by {old.tx!r}. New params of "
-            "one group share its optimizer: leave tx out. New groups need their own, "
-            "in the container of the params."
+            "one group share its optimizer: leave tx out. New groups need their own "
+            "tx, in the container of the params."
         )
     if not is_single:
         check_containers(params, tx)
@@ -59,8 +59,8 @@ def with_more_params[S](
         now, more = getattr(old, name), fields.get(name)
         if more is None and groups.is_per_group(now, keys):
             raise ValueError(
-                f"The field {name} has one entry per group, so the new groups need "
-                f"theirs: `add_params(..., {name}=...)`, in the same container."
+                f"The field {name} has one entry per group: pass an entry for each new "
+                f"group, `add_params(..., {name}=...)`, in the same container."
             )
         if more is not None:
             now = _add({} if now is None else now, more, name)
@@ -86,8 +86,8 @@ def _keep_bits[T](new: T, old: PyTree) -> T:
         if path not in after or jnp.shape(after[path]) != x.shape:
             raise ValueError(
                 f"This optimizer cannot take more params: its state at {path} is not "
-                "kept per param. Pass all params, the old ones from "
-                "jamp.master_params(state), to jamp.initialize."
+                "kept per param. Pass all params to jamp.initialize, and take the old "
+                "ones from jamp.master_params(state)."
             )
     return jax.tree.structure(new).unflatten((after | before).values())
 

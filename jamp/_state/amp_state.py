@@ -41,8 +41,8 @@ _FIELD_REMEDY = (
 )
 _HALF_FIELD = (
     "The field {0} has the structure of the params, and starts in {1}: an average in "
-    "half stands still. Start from `jamp.master_params(state)`, or from the float32 "
-    "params given to jamp.initialize, and move it by "
+    "half does not move. Start from `jamp.master_params(state)`, or from the float32 "
+    "params that you pass to jamp.initialize, and move it with "
     "`jamp.incremental_update(state, state.{0}, step_size)`."
 )
 

@@ -21,7 +21,7 @@ from jamp._state.skip import Flag, every, is_clean
 
 _REMEDY = (
     "pass the `grads` of `loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, "
-    "...)`, or a tree like `state.params`; of several losses `grads=(g0, g1), "
+    "...)`, or a tree like `state.params`. For several losses, pass `grads=(g0, g1), "
     "loss_id=(0, 1)`."
 )
 
@@ -109,10 +109,10 @@ def _entries_of(
         fits = type(grads) is type(state.params) and len(grads) == len(keys)
     if not fits:
         raise ValueError(
-            "gradients of several groups come in the container of `state.params`, "
-            f"with the keys {list(keys)}, and None for a group without; got "
-            f"{kind_of(grads)}. Those of `wrt=key` are `grads={{key: grads}}`; "
-            f"else {_REMEDY}"
+            "gradients of several groups must be in the container of `state.params`, "
+            f"with the keys {list(keys)}, and None for a group without gradients; got "
+            f"{kind_of(grads)}. Pass gradients of `wrt=key` as `grads={{key: grads}}`. "
+            f"Otherwise, {_REMEDY}"
         )
     pairs = grads.items() if isinstance(grads, Mapping) else enumerate(grads)
     entries: dict[Key, PyTree] = {k: tree for k, tree in pairs if tree is not None}

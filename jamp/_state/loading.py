@@ -30,9 +30,9 @@ from jamp.optimizers._masters import MasterWeightsState
 from pallas_kernels import Weight, split_float32
 
 _REMEDY = (
-    "load a tree like `state.params`. New layers come by `state.add_params`, other "
-    "shapes by a new `jamp.initialize`; `replace(params=..., opt_state=...)` sets both "
-    "as they are."
+    "load a tree like `state.params`. Use `state.add_params` for new layers, and "
+    "`jamp.initialize` for other shapes. `replace(params=..., opt_state=...)` sets "
+    "both unchanged."
 )
 
 
@@ -139,8 +139,8 @@ def from_state_dict(state: Any, state_dict: dict[str, Any]) -> Any:
         state_dict,
         to_state_dict(state),
         "The checkpoint",
-        "Restore into a state that jamp.initialize made with the same options; a "
-        "checkpoint for any opt level is made by jamp.to_checkpoint.",
+        "Restore into a state that jamp.initialize made with the same options. "
+        "jamp.to_checkpoint makes a checkpoint for any opt level.",
     )
     for i, rule in enumerate(state.loss_scale_rules):
         scale_state = state_dict["loss_scales"][str(i)]

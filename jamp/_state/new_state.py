@@ -128,7 +128,8 @@ def init_optimizer(group: Group, weights: PyTree) -> Group:
 _WRAPPED = {
     masters.MasterWeightsState: masters.ALREADY_WRAPPED,
     StochasticRoundingState: "The transformation rounds stochastically already. Pass "
-    "the bare one, and at O5 `master_weights=False, stochastic_rounding=True`.",
+    "it without stochastic_rounding, and at O5 `master_weights=False, "
+    "stochastic_rounding=True`.",
 }
 
 

@@ -20,15 +20,15 @@ from jamp.optimizers._fused import FusedTransformation
 from pallas_kernels import Weight
 
 _NO_UPDATE_ARGS = (
-    "{}: pass them by `state.apply_gradients(grads=grads, update_args=...)`. A line "
+    "{}: pass them to `state.apply_gradients(grads=grads, update_args=...)`. A line "
     'search takes `{{"value": loss, "grad": grads, "value_fn": '
     "jamp.closure(loss_fn)(state, ...)}}`."
 )
 _NO_MASTERS = (
-    "state.opt_state is a {}, and this opt level keeps masters in it, a "
-    "MasterWeightsState. Another optimizer begins with `state.replace(tx=tx)"
-    ".load_params(state.params, reset_optimizer=True)`; another state of this one goes "
-    "in with `state.opt_state._replace(inner_state=...)`."
+    "state.opt_state is a {}, but at this opt level it must be a MasterWeightsState, "
+    "which has the masters. For another optimizer, write `state.replace(tx=tx)"
+    ".load_params(state.params, reset_optimizer=True)`. For another state of this "
+    "optimizer, write `state.opt_state._replace(inner_state=...)`."
 )
 
 

@@ -36,9 +36,9 @@ _POLES = ("div", "log", "rsqrt")
 # The keys say whether the scale is dynamic.
 SCALE_TOO_HIGH = {
     True: "Only the loss scale is too high. It falls by itself: there is nothing to "
-    "fix. `recommend_scale` finds one that skips no first steps.",
+    "fix. `recommend_scale` finds a scale without skips at the start.",
     False: "Only the loss scale is too high, and it is static: write "
-    'loss_scale="dynamic", or take the one that `recommend_scale` finds.',
+    'loss_scale="dynamic", or use the scale that `recommend_scale` finds.',
 }
 
 
@@ -91,13 +91,13 @@ _TABLE: tuple[tuple[Callable[[Location], bool], str], ...] = (
     ),
     (
         lambda f: f.phase == "input",
-        "The argument holds it: check the data before the step, with "
+        "This argument is not finite: check the data before the step, with "
         "`np.isfinite(batch).all()`.",
     ),
     (
         lambda f: bool(f.result and f.result.nans) and any(x.infs for x in f.operands),
-        "Infinities met, as where a whole row is masked: mask with "
-        "`jnp.finfo(x.dtype).min` instead of -inf, or give such rows a value.",
+        "The operands are infinite, for example because a whole row is masked: mask "
+        "with `jnp.finfo(x.dtype).min` instead of -inf, or give such rows a value.",
     ),
     (
         lambda f: f.operation == "an exponential",
@@ -111,9 +111,9 @@ _TABLE: tuple[tuple[Callable[[Location], bool], str], ...] = (
     ),
     (
         _is_at_pole,
-        "A division by zero, which roots and norms do too, at the latest in their "
-        "derivatives: add an epsilon inside, `sqrt(x + eps)`, that the dtype can hold "
-        "(1e-8 is zero in float16), or put a `jnp.where` before it, not after.",
+        "A division by zero, perhaps in a root, a norm or their derivatives: add an "
+        "epsilon inside, `sqrt(x + eps)`, that the dtype can represent (1e-8 is zero "
+        "in float16), or put a `jnp.where` before it, not after.",
     ),
     (
         lambda f: f.phase == "backward" and _is_float16(f),

@@ -92,7 +92,7 @@ def compare(
         if half is None:
             raise ValueError(
                 f"Neither {names[0]} nor {names[1]} computes in half: compare a state "
-                "at the level to train at, such as O5."
+                "at your training's level, such as O5."
             )
         with forwards_at(other.properties):
             right = trace_scaled_step("compare", loss_fn, other, *rest)
@@ -144,8 +144,8 @@ def _compare_steps(
     losses = [float(np.asarray(side.results[0].array, np.float32)) for side in sides]
     if not math.isfinite(losses[1]):
         raise FloatingPointError(
-            f"The loss is {losses[1]} at {names[1]}, which is to be right. Find the "
-            "operation first, with a state at that level: "
+            f"The loss is {losses[1]} at {names[1]}, the level that counts as right. "
+            "First find the operation, with a state at that level: "
             "`print(jamp.diagnostics.locate(loss_fn)(state, *args))`."
         )
     for side, name in zip(sides, names, strict=True):

@@ -64,7 +64,7 @@ def recommend_scale(
         if half is None:
             raise ValueError(
                 f"A state at {state.properties.opt_level} does not compute in half: "
-                "initialize one at the level to train at, such as O2."
+                "initialize one at your training's level, such as O2."
             )
         run = jax.jit(jc.jaxpr_as_fun(step.program))
 

@@ -314,13 +314,13 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         """
         saved = self._saved(state)
         names = jax.eval_shape(to_names, saved)
-        remedy = "Nothing was loaded: wrap the optimizer and params of the saved run."
+        remedy = "Nothing was loaded: use the optimizer and params of the saved run."
         check_same(state_dict, names, "The state dict", remedy)
         parts = from_names(saved, state_dict)
         check_scale_state("loss_scaler", parts["loss_scaler"]._asdict())
         if parts.pop("dynamic_loss_scale") != self.dynamic_loss_scale:
             other = f"dynamic_loss_scale={not self.dynamic_loss_scale}"
-            raise ValueError(f"The state dict was saved with {other}: construct so.")
+            raise ValueError(f"The state dict was saved with {other}: pass it too.")
         masters = parts.pop("fp32_from_fp16")
         wide = trees.merge(parts.pop("fp32_from_fp32"), masters)
         inner_state = parts.pop("optimizer_state_dict")

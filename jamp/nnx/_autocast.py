@@ -61,7 +61,7 @@ def check_fresh(model: nnx.Module) -> None:
     """Raises if `initialize` has patched the model already."""
     if hasattr(model, _PROPERTIES):
         raise ValueError(
-            "The model has gone through jamp.nnx.initialize already, at "
+            "jamp.nnx.initialize has already changed the model, at "
             f"{getattr(model, _PROPERTIES).opt_level}. Pass a fresh one, or "
             "initialize all optimizers in one call."
         )

@@ -66,7 +66,7 @@ def check_optimizer(
     """Raises unless `optimizer` is a `jamp.nnx.Optimizer`."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
-            f"jamp.nnx.{call} takes `({takes})` of jamp.nnx.initialize, got "
+            f"jamp.nnx.{call} takes `({takes})` from jamp.nnx.initialize, got "
             f"{type(optimizer).__name__} for the optimizer."
         )
 
@@ -85,8 +85,8 @@ def loss_call(
     if shared := shared_variable(models, arguments):
         raise ValueError(
             f"An argument of the loss shares the Variable {shared} with the model, and "
-            "would have no gradient of its own. Read it from the model inside the "
-            "loss, or pass `nnx.clone(...)` of it."
+            "would have no gradient. Read the Variable from the model inside the loss, "
+            "or pass an `nnx.clone(...)` of the argument."
         )
     return call
 

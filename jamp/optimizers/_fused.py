@@ -39,7 +39,7 @@ from pallas_kernels import (
     step,
 )
 
-_REMEDY = "make it by the `init` of this optimizer, from these params."
+_REMEDY = "make it with the `init` of this optimizer, from these params."
 _MOMENTS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
 
 

@@ -84,7 +84,7 @@ def larc(
         inner = inner.replace(weight_decay=0.0)
     if clip and learning_rate is None:
         raise ValueError(
-            "larc clips at the learning rate, and cannot know that of the wrapped "
+            "larc clips at the learning rate, which it cannot read from the wrapped "
             "transformation: pass `larc(inner, learning_rate)`, or clip=False."
         )
     rule = _LARC(

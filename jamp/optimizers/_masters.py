@@ -157,8 +157,8 @@ def bare(tx: optax.GradientTransformation | None) -> Any:
 
 
 ALREADY_WRAPPED = (
-    "The transformation keeps master weights already. Pass the bare one, or choose "
-    "master_weights=False at a level that casts."
+    "The transformation keeps master weights already. Pass it without master_weights, "
+    "or choose master_weights=False at a level that casts."
 )
 
 
@@ -334,8 +334,8 @@ def _check_update(updates: PyTree, state: PyTree, params: PyTree) -> None:
     if not isinstance(state, MasterWeightsState):
         raise TypeError(
             f"master_weights got a state of type {type(state).__name__}, expected the "
-            "MasterWeightsState that its `init` returned; of an AmpState that is "
-            "`state.opt_state`, and `state.apply_gradients(grads=grads)` calls this."
+            "MasterWeightsState that its `init` returned. In an AmpState, this is "
+            "`state.opt_state`, and `state.apply_gradients(grads=grads)` steps it."
         )
     check_step("master_weights", updates, params)
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)

@@ -107,7 +107,7 @@ class FusedSGD(fused.FusedRule):
     ) -> fused.Scalars:
         if "trace" not in leaves.moments and not fused.is_zero(self.momentum):
             raise ValueError(
-                "fused_sgd: the state was made without momentum. Make one by `init` or "
+                "fused_sgd: the state was made without momentum. Call `init`, or write "
                 "`state.load_params(state.params, reset_optimizer=True)`."
             )
         undampened = 1.0
