@@ -114,7 +114,7 @@ class Program:
         return round(self.cost.traffic)
 
     def launches(self) -> list[tuple[Instruction, Cost]]:
-        """ENTRY's instructions with their costs, without the free ones."""
+        """Returns ENTRY's instructions with their costs, without the free ones."""
         costs = [(i, self._cost(i, self.entry)) for i in self.entry.values()]
         return [(instruction, cost) for instruction, cost in costs if any(cost)]
 

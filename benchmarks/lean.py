@@ -197,7 +197,7 @@ def variables_of(case: Case) -> Any:
 
 
 def program(name: str, mode: str, ours: bool) -> tuple[Callable, Any]:
-    """Returns a step and its state: by jamp, or what that is compared with."""
+    """Returns a step and its state, by jamp or of the program to compare with."""
     case = CASES[name]
     if mode in FUSED:
         tx = fused_adam(1e-3) if ours else TX

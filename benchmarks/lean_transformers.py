@@ -167,7 +167,7 @@ class RMSNorm(nn.Module):
 
 
 def rotate(x: Array) -> Array:
-    """RoPE, over (batch, length, ..., features)."""
+    """Applies RoPE to an array of shape (batch, length, ..., features)."""
     length, half = x.shape[1], x.shape[-1] // 2
     rates = 10_000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles = jnp.arange(length, dtype=jnp.float32)[:, None] * rates

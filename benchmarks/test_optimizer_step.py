@@ -120,7 +120,7 @@ def _time(benchmark, call, wait, steps=1):
     one = _seconds(call, wait, 3)[1] / 3
     calls = min(max(math.ceil(SHORTEST_ROUND / one), 1), LONGEST_CHAIN)
     rounds = min(max(int(SECONDS / (one * calls)), 5), 50)
-    # If the host alone takes as long, the device waits for it.
+    # If the host takes as long as the device, the device waits for the host.
     host, both = _seconds(call, wait, calls)
     benchmark.extra_info |= {"steps": calls * steps, "host_share": host / both}
     count = itertools.count(1)

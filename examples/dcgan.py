@@ -50,7 +50,7 @@ from sklearn.datasets import load_digits
 
 import jamp
 
-NGF = NDF = 32  # channels beside the image; the next layer has twice as many
+NGF = NDF = 32  # channels next to the image; the next layer has twice as many
 CONV = {"strides": (2, 2), "use_bias": False}  # each layer doubles or halves the image
 CONV |= {"kernel_init": nn.initializers.normal(0.02)}  # as in the DCGAN paper
 BATCHNORM_MOMENTUM = 0.9

@@ -13,7 +13,7 @@ from pallas_kernels import saturate, widen as widen
 FLOAT32 = jnp.dtype(jnp.float32)
 HALF_DTYPES = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
 MODEL_DTYPES = (FLOAT32, *HALF_DTYPES)
-# float8 and float4 have scales of their own, which a cast would lose.
+# float8 and float4 arrays have their own scales, which a cast would lose.
 CASTABLE_DTYPES = (*MODEL_DTYPES, jnp.dtype(jnp.float64))
 
 

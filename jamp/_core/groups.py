@@ -79,7 +79,7 @@ def pack_hashable(values: Mapping[Key, Any], like: Any) -> Any:
 
 
 def is_per_group(value: object, keys: tuple[Key, ...]) -> bool:
-    """Returns whether a field is a mapping with the keys of the groups, and no others.
+    """Returns whether a field is a mapping with exactly the keys of the groups.
 
     The keys of groups in a list or tuple are their positions. A sequence is never per
     group, because the NamedTuple of an optimizer can have the same length by accident.
@@ -105,7 +105,7 @@ def resolve_wrt(wrt: Wrt, keys: tuple[Key, ...]) -> tuple[Key, ...]:
 
 
 def pack_wrt(values: Mapping[Key, Any], wrt: Wrt, like: Any) -> Any:
-    """Returns the value of the group if `wrt` is one key, else the container of all."""
+    """Returns one group's value if `wrt` is a key, and otherwise the container."""
     if wrt is None or isinstance(wrt, list | tuple):
         return pack(values, like)
     return values[wrt]

@@ -114,7 +114,7 @@ def _all_finite(leaves: Sequence[Any]) -> Array:
 
 
 def select[T](take_new: Bool[Array, ""] | bool, new: T, old: T) -> T:
-    """Returns `new` in the dtypes of `old` if `take_new`, else exactly `old`."""
+    """Returns `new` in the dtypes of `old` if `take_new`, and `old` otherwise."""
     take_new = jnp.asarray(take_new)
 
     def leaf(n, o):

@@ -46,7 +46,7 @@ _MOVES = ("convert_element_type", "reshape", "squeeze", "transpose")
 
 
 def _closed_over(x: Any, kind: type) -> Any:
-    """Returns the outer value that a value in a loop equals, or the value itself."""
+    """Returns the outer value that a value in a loop equals, or the same value."""
     eqn = equation_of(x)
     if eqn is None or eqn.primitive.name not in _MOVES:
         own = x.get_referent() if isinstance(x, Tracer) else x

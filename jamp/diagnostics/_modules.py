@@ -17,7 +17,7 @@ class Node:
     Attributes:
         paths: the paths of the modules.
         operations: the operations in them.
-        own: the operations outside of inner modules.
+        own: the operations that are in no inner module.
         inside: the inner modules by pattern.
     """
 

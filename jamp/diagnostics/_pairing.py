@@ -114,7 +114,7 @@ class Side:
 
 
 def _place(site: Site) -> tuple[int, str, str]:
-    """Identifies an equation and what is around it."""
+    """Identifies an equation by its place in the program."""
     return id(site.eqn), site.context.names, site.context.line
 
 

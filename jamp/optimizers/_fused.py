@@ -167,7 +167,7 @@ class FusedRule(Hyperparameters, Rule):
         """Steps a tree of `Weight` in one pass over each leaf.
 
         Args:
-            grads, state: the gradients times `grad_scale`, and the state.
+            grads, state: the gradients, still times `grad_scale`, and the state.
             weights: a tree like `grads` of `pallas_kernels.Weight`.
             grad_scale, found_inf: see `fused_adam`.
             rounds: whether to round bfloat16 weights without masters stochastically.
