@@ -43,7 +43,7 @@ def run_missing(
 def command(
     doc: str | None, run_missing: Callable[[], None], table: Callable[[], str]
 ) -> None:
-    """Adds the missing runs and prints the table; `--table` only prints it."""
+    """Adds the missing runs and prints the table. `--table` only prints the table."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--table", action="store_true", help="run nothing")
     if not parser.parse_args().table:

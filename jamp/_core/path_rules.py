@@ -39,7 +39,7 @@ def matches(rules: Collection[PathRule], path: str, leaf: Any) -> bool:
 
 
 def check_rules(name: str, rules: Collection[PathRule], *trees: PyTree) -> None:
-    """Raises if a regex matches no leaf, because it is then probably misspelt."""
+    """Raises if a regex matches no leaf, because the regex is probably misspelt."""
     regexes = [rule for rule in rules if not callable(rule)]
     leaves = map(jax.tree_util.tree_leaves_with_path, trees if regexes else ())
     paths = [path_string(path) for path, _ in itertools.chain(*leaves)]

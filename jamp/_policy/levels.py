@@ -23,7 +23,7 @@ BRIEFS = {
     "O3": "O3:  Pure FP16 training.",
     "O4": "O4:  Insert automatic casts around JAX functions.\n",
     "O5": "O5:  BFLOAT16 training with FP32 batchnorm and FP32 master weights.\n",
-    "O6": "O6:  O5 with large products in FP8.\n",
+    "O6": "O6:  O5 with large matmuls in FP8.\n",
 }
 
 

@@ -58,7 +58,7 @@ def initialize(
     | O3 | float16 | float32, no masters | 1 |
     | O4 | float32, autocast to bfloat16 | float32 | 1 |
     | O5 | bfloat16, BatchNorm float32 | float32 masters | 1 |
-    | O6 | as O5, large products in fp8 | float32 masters | 1 |
+    | O6 | as O5, large matmuls in fp8 | float32 masters | 1 |
 
     Every override that is not None replaces the level's value. The state has copies of
     your arrays, so donating it does not delete them. `initialize` works under `jit` and

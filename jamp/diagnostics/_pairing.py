@@ -119,13 +119,13 @@ def _place(site: Site) -> tuple[int, str, str]:
 
 
 def decides(eqn: jc.JaxprEqn) -> bool:
-    """Returns whether it converts a condition to a number, as a router does."""
+    """Returns whether an equation casts a condition to a number, as routers do."""
     name = eqn.primitive.name
     return name == "convert_element_type" and eqn.invars[0].aval.dtype == jnp.bool  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _label_of(site: Site) -> Label | None:
-    """Returns the label, or None if it moves values or is a recomputation."""
+    """Returns the label, or None for an equation that moves values or recomputes."""
     eqn, name = site.eqn, site.eqn.primitive.name
     values = eqn.invars if name in _ORDERS else eqn.outvars
     moves = traits_of(name).shape in MOVES or name in _SELECT

@@ -60,7 +60,7 @@ def replay(step: Step, scale: float, *, whole_loops: bool) -> Iterator[Event]:
 
 
 def not_finite(x: object) -> tuple[bool, bool]:
-    """Returns whether an array holds NaN, and whether it holds infinities."""
+    """Returns whether an array has NaN, and whether it has infinities."""
     if not is_differentiable(x):
         return False, False
     array = np.asarray(x)

@@ -22,7 +22,7 @@ type ScalarOrSchedule = float | Array | Callable[[Array], Any]
 
 
 def number(below: float = math.inf, optional: bool = False, **kwargs: Any) -> Any:
-    """Makes a field for a number in [0, limit), or also for None."""
+    """Makes a field for a number in [0, below), and for None if `optional`."""
     return dataclasses.field(metadata={"below": below, "optional": optional}, **kwargs)
 
 
