@@ -47,7 +47,6 @@ project/test_lean state/test_faults state/test_soak
 # Tests, workers and child processes compile the same small programs. JAX does not lock
 # its cache: a process that reads a partial file warns and compiles.
 MADE = None
-LEFT_OUT = pytest.StashKey[int]()
 if not ON_GPU:
     jax.config.update("jax_num_cpu_devices", 8)  # most programs use one
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
@@ -88,28 +87,12 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def pytest_deselected(items):
-    config = items[0].config
-    config.stash[LEFT_OUT] = config.stash.get(LEFT_OUT, 0) + len(items)
-
-
-def pytest_sessionfinish(session):
-    if hasattr(session.config, "workeroutput"):  # a worker of pytest-xdist
-        session.config.workeroutput["left_out"] = session.config.stash.get(LEFT_OUT, 0)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node):
-    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
-
-
 def pytest_terminal_summary(terminalreporter, config):
-    if (count := config.stash.get(LEFT_OUT, 0)) and "slow" in config.option.markexpr:
+    if "not slow" in (expression := config.option.markexpr):
         terminalreporter.write_line(
-            f"{count} tests did not run: `-m '{config.option.markexpr}'` leaves them "
-            "out (pages, examples, hosts, sweeps, programs for a GPU that is absent). "
-            "`make test-all` runs every test, `make test-rest` only what `make test` "
-            "leaves out."
+            f"`-m '{expression}'` left tests out: pages, examples, hosts, sweeps, and "
+            "programs for a GPU that is absent. `make test-all` runs every test, `make "
+            "test-rest` only these."
         )
 
 

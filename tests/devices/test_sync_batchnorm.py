@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
 import jamp
 from tests.devices.eight_devices import collectives
+from tests.support.by_hand import with_stats
 
 # Flax's layers promote their inputs and params.
 pytestmark = pytest.mark.standard_promotion
@@ -22,13 +23,10 @@ MODEL = nn.Sequential(
 
 
 def step(state, x):
-    def loss_fn(params, x):
-        variables = {"params": params, "batch_stats": state.batch_stats}
-        out, new = state.apply_fn(variables, x, mutable=["batch_stats"])
-        return (out.astype(jnp.float32) ** 2).mean(), new["batch_stats"]
-
+    labels = jnp.zeros(len(x), int)
+    loss_fn = with_stats(state.apply_fn, state.batch_stats, x, labels)
     grad = jamp.scaled_grad(loss_fn, has_aux=True, axis_name=AXIS)
-    grads, batch_stats = grad(state, x)
+    grads, batch_stats = grad(state)
     return state.apply_gradients(grads=grads, batch_stats=batch_stats)
 
 

@@ -1,6 +1,5 @@
 """Gradients of a scaled loss: shapes of jax.value_and_grad, losses, flags, groups."""
 
-import re
 from collections.abc import Mapping
 
 import jax
@@ -8,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from flax.core import FrozenDict
 from flax.training.train_state import TrainState
 from jax import lax
@@ -282,36 +280,3 @@ def test_a_loss_that_does_not_depend_on_its_params_warns(level):
         return outside + lax.cond(outside > 0, forward, lambda w: w[0], w).sum()
 
     assert (jax.jit(jamp.scaled_grad(depends_on_some))(state)["w"] != 0).any()
-
-
-MISTAKES = {
-    "the state in the first call": (
-        lambda s: jamp.scaled_value_and_grad(loss_fn, s),
-        r"Write `scaled_value_and_grad\(loss_fn\)\(state",
-    ),
-    "of scaled_grad": (
-        lambda s: jamp.scaled_grad(loss_fn, s),
-        r"Write `scaled_grad\(loss_fn\)\(state",
-    ),
-    "a model of NNX": (
-        lambda s: jamp.scaled_grad(loss_fn)(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), s, X),
-        "got Linear. For NNX, write `jamp.nnx.scaled_grad",
-    ),
-    "a branch on the loss": (
-        lambda s: jamp.scaled_grad(lambda p: 1.0 if loss_fn(p, X) > 5 else 0.0)(s),
-        "jamp traces loss_fn, as jax.jit does",
-    ),
-    "a float of the loss": (
-        lambda s: jamp.scaled_grad(lambda p: float(loss_fn(p, X)))(s),
-        "jamp traces loss_fn, as jax.jit does",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_answered_by_what_to_write(name):
-    call, words = MISTAKES[name]
-    with pytest.raises(TypeError) as error:
-        call(make("O2"))
-    said = "\n".join([str(error.value), *getattr(error.value, "__notes__", ())])
-    assert re.search(words, said)

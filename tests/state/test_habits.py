@@ -230,6 +230,26 @@ RAISES = {
         lambda: jamp.nnx.scaled_grad(loss_fn, argnums=0),
         r"TypeError.*no argnums.*first argument",
     ),
+    "`scaled_value_and_grad(loss_fn, state)`": (
+        lambda: jamp.scaled_value_and_grad(loss_fn, make()),
+        r"TypeError.*Write `scaled_value_and_grad\(loss_fn\)\(state",
+    ),
+    "`scaled_grad(loss_fn, state)`": (
+        lambda: jamp.scaled_grad(loss_fn, make()),
+        r"TypeError.*Write `scaled_grad\(loss_fn\)\(state",
+    ),
+    "`scaled_grad` of an NNX model": (
+        lambda: jamp.scaled_grad(loss_fn)(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), X),
+        "TypeError.*got Linear. For NNX, write `jamp.nnx.scaled_grad",
+    ),
+    "a branch on the loss": (
+        lambda: jamp.scaled_grad(lambda p: 1.0 if loss_fn(p) > 5 else 0.0)(make()),
+        "jamp traces loss_fn, as jax.jit does",
+    ),
+    "a float of the loss": (
+        lambda: jamp.scaled_grad(lambda p: float(loss_fn(p)))(make()),
+        "jamp traces loss_fn, as jax.jit does",
+    ),
     "`(loss, grads)` swapped": (
         lambda: make().apply_gradients(
             grads=jamp.scaled_value_and_grad(loss_fn)(make())[0]

@@ -316,32 +316,31 @@ def test_one_rule_per_loss(losses):
         assert state.loss_scale == ((first,) * losses if losses > 1 else first)
 
 
-@pytest.mark.parametrize("scale", [2.0, DYNAMIC(2.0)])
-@pytest.mark.parametrize("end, value", [("min", 16.0), ("max", 1.0), ("max", None)])
-def test_a_limit_that_nothing_keeps_to_is_told(scale, end, value):
-    limit = {f"{end}_loss_scale": value}
-    words = (
-        f"{end}_loss_scale={value} has no effect: .*2.0.* or {end}_scale to the rule"
+# A level, options, and what the warning says of them.
+UNUSED = [
+    (
+        *("O2", {"loss_scale": rule, f"{end}_loss_scale": value}),
+        f"{end}_loss_scale={value} has no effect: .*2.0.* or {end}_scale to the rule",
     )
-    with pytest.warns(jamp.UnusedOptionWarning, match=words):
-        state = make("O2", loss_scale=scale, **limit)
-    assert state.loss_scale_rules[0].init().scale == 2.0
-    make("O2", loss_scale=scale, enabled=False, **limit)
-
-
-@pytest.mark.parametrize(
-    "level, options, reason",
-    [
+    for rule in (2.0, DYNAMIC(2.0))
+    for end, value in (("min", 16.0), ("max", 1.0), ("max", None))
+]
+UNUSED += [
+    (level, {"store_remainder": True} | options, f"no effect: {why}. It is for O5 and")
+    for level, options, why in (
         ("O4", {}, "O4 keeps no master weights"),
         ("O5", {"tx": None}, "there is no tx"),
         ("O5", {"master_weights": False}, "master_weights is False"),
-    ],
-)
-def test_a_remainder_of_no_masters_is_told_with_the_reason(level, options, reason):
-    words = f"no effect: {reason}. It is for O5 and O6"
+    )
+]
+
+
+@pytest.mark.parametrize("level, options, words", UNUSED)
+def test_an_option_without_effect_is_told_with_the_reason(level, options, words):
     with pytest.warns(jamp.UnusedOptionWarning, match=words):
-        make(level, store_remainder=True, **options)
-    make(level, store_remainder=True, enabled=False, **options)
+        state = make(level, **options)
+    assert state.loss_scale == (2.0 if "loss_scale" in options else 1.0)
+    make(level, enabled=False, **options)
 
 
 class Mine(jamp.AmpState):

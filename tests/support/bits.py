@@ -11,13 +11,19 @@ def bits(x) -> bytes:
     return np.asarray(x).tobytes()
 
 
-def assert_same_bits(a, b) -> None:
-    """Compares structures, shapes, dtypes and bits: NaN equals NaN, and 0 is not -0."""
+def _pairs(a, b):
+    """Yields the leaves of two trees and their path; checks structures and dtypes."""
     assert jax.tree.structure(a) == jax.tree.structure(b)
     pairs = zip(jax.tree.leaves_with_path(a), jax.tree.leaves(b), strict=True)
     for (path, x), y in pairs:
         where = jax.tree_util.keystr(path)
         assert x.dtype == y.dtype, where
+        yield x, y, where
+
+
+def assert_same_bits(a, b) -> None:
+    """Compares structures, shapes, dtypes and bits: NaN equals NaN, and 0 is not -0."""
+    for x, y, where in _pairs(a, b):
         assert x.shape == y.shape, where
         assert bits(x) == bits(y), f"{where}: {x} != {y}"
 
@@ -27,15 +33,10 @@ def assert_rounded_alike(a, b, rtol=1e-6, atol=None) -> None:
 
     For two programs that XLA compiles separately: it may sum in another order.
     """
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    pairs = zip(jax.tree.leaves_with_path(a), jax.tree.leaves(b), strict=True)
-    for (path, x), y in pairs:
-        where = jax.tree_util.keystr(path)
-        assert x.dtype == y.dtype, where
+    for x, y, where in _pairs(a, b):
         x, y = (np.asarray(z, np.float64) for z in (x, y))
-        np.testing.assert_allclose(
-            x, y, rtol, rtol if atol is None else atol, err_msg=where
-        )
+        atol = rtol if atol is None else atol
+        np.testing.assert_allclose(x, y, rtol, atol, err_msg=where)
 
 
 def copy(tree):

@@ -42,6 +42,19 @@ def loss_of(logits: Array, labels: Array) -> Array:
     return losses(logits.astype(jnp.float32), labels).mean()
 
 
+def with_stats(
+    apply_fn: Callable, stats: PyTree, inputs: Array, labels: Array
+) -> Callable:
+    """Returns `params -> (loss, new statistics)`."""
+
+    def loss_fn(params):
+        variables = {"params": params, "batch_stats": stats}
+        logits, new = apply_fn(variables, inputs, mutable=["batch_stats"])
+        return loss_of(logits, labels), new.get("batch_stats", {})
+
+    return loss_fn
+
+
 def plain_init(model: Any, variables: PyTree, tx: Any) -> PlainState:
     return PlainState.create(
         apply_fn=model.apply,
@@ -52,11 +65,7 @@ def plain_init(model: Any, variables: PyTree, tx: Any) -> PlainState:
 
 
 def plain_step(state: PlainState, inputs: Array, labels: Array):
-    def loss_fn(params):
-        variables = {"params": params, "batch_stats": state.batch_stats}
-        logits, new = state.apply_fn(variables, inputs, mutable=["batch_stats"])
-        return loss_of(logits, labels), new.get("batch_stats", {})
-
+    loss_fn = with_stats(state.apply_fn, state.batch_stats, inputs, labels)
     (loss, stats), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
     return state.apply_gradients(grads=grads, batch_stats=stats), loss
 
@@ -97,11 +106,7 @@ def mixed_step(model: Any, tx: Any, dtype: DTypeLike) -> Callable:
     """Returns an O2 step for a model in `dtype`, with a dynamic scale and a skip."""
 
     def step(state: MixedState, inputs: Array, labels: Array):
-        def loss_fn(params):
-            variables = {"params": params, "batch_stats": state.batch_stats}
-            logits, new = model.apply(variables, inputs, mutable=["batch_stats"])
-            return loss_of(logits, labels), new.get("batch_stats", {})
-
+        loss_fn = with_stats(model.apply, state.batch_stats, inputs, labels)
         return scaled_update(state, loss_fn, tx, dtype)
 
     return step

@@ -5,7 +5,7 @@ from typing import Any
 from jax import Array
 
 import jamp
-from tests.support.by_hand import loss_of
+from tests.support.by_hand import with_stats
 
 type PyTree = Any
 
@@ -22,11 +22,7 @@ def amp_init(model: Any, variables: PyTree, tx: Any, level: str) -> jamp.AmpStat
 
 
 def amp_gradients(state: Any, inputs: Array, labels: Array):
-    def loss_fn(params):
-        variables = {"params": params, "batch_stats": state.batch_stats}
-        logits, new = state.apply_fn(variables, inputs, mutable=["batch_stats"])
-        return loss_of(logits, labels), new.get("batch_stats", {})
-
+    loss_fn = with_stats(state.apply_fn, state.batch_stats, inputs, labels)
     return jamp.scaled_value_and_grad(loss_fn, has_aux=True)(state)
 
 
