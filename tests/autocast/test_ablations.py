@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax, nn
 
@@ -22,8 +23,8 @@ class Example(NamedTuple):
     options: dict[str, Any] = {}
 
 
-def label_loss(w, x, bias=0.0):
-    logits, labels = x @ w + bias, jnp.arange(4)[:, None]
+def label_loss(w, x):
+    logits, labels = x @ w, jnp.arange(4)[:, None]
     return nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, labels, -1)[:, 0]
 
 
@@ -78,6 +79,7 @@ def residual(w, x):
 
 
 MATRIX, MATRICES = (4, 4), (3, 4, 4)
+SQUARE = jnp.eye(4)
 SQUARES = MATRIX, MATRIX
 NARROWEST = {"promote": "narrowest"}
 # By the mechanisms without which the example's program is another.
@@ -91,7 +93,6 @@ EXAMPLES = {
     "softmax, sums kept, islands": Example(lambda w, x: nn.softmax(x @ w) @ w, SQUARES),
     "island barrier": Example(lambda w, x: jnp.tanh(x @ w) @ w, SQUARES),
     "heads, labels, head barrier, inlined calls": Example(label_loss, SQUARES),
-    "logit biases": Example(lambda b, w, x: label_loss(w, x, b), ((4,), *SQUARES)),
     "chains, one cast": Example(lambda w, x: (x @ w * 2.0 + 1.0) @ w, SQUARES),
     "ratios": Example(lambda w, x: (x @ w) / (w @ x) @ w, SQUARES, "O1"),
     "norms": Example(residual, SQUARES),
@@ -141,6 +142,71 @@ def test_a_program_differs_without_its_mechanism(names):
         with without(name):
             assert program(example) != as_is, name
     assert program(example) == as_is
+
+
+def bias_gradient():
+    """A sum of 4,096 numbers that bfloat16 holds."""
+    numbers = np.random.default_rng(0).integers(0, 2, (4096, 4)) + 1 / 64
+    fn = lambda b, x: ((x @ SQUARE + b) * numbers).sum()  # noqa: E731
+    grad = jax.jit(jax.grad(jamp.autocast(fn, "bfloat16")))
+    got = grad(jnp.zeros(4), jnp.ones((4096, 4)))
+    return np.abs(np.asarray(got, float) / numbers.sum(0) - 1).max()
+
+
+def quotient():
+    """1 / x ** 2 of an x that float16 holds overflows in float16."""
+    fn = lambda w, x: ((SQUARE @ x) / (SQUARE @ w)).sum()  # noqa: E731
+    small = jnp.full((4, 4), 0.003)
+    grad = jax.grad(jamp.autocast(fn, "float16"))(small, small)
+    error = np.abs(np.asarray(grad, float) * 0.003 + 1).max()
+    return error if np.isfinite(error) else np.inf
+
+
+def norm():
+    """A layer norm of numbers that bfloat16 holds, and whose mean is 3."""
+    numbers = np.random.default_rng(0).integers(-64, 64, (64, 32)) / 64 + 3
+    mean, var = (f(numbers, -1, keepdims=True) for f in (np.mean, np.var))
+    fn = jamp.autocast(lambda x: standardised(x @ jnp.eye(32)), "bfloat16")
+    with jax.disable_jit():
+        got = fn(jnp.float32(numbers))
+    return np.abs(np.asarray(got, float) - (numbers - mean) / np.sqrt(var + 1e-5)).max()
+
+
+def scaled_exponential():
+    """A half param scales float32."""
+    numbers = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    fn = lambda scale, x: scale * jnp.exp(x) + scale  # noqa: E731
+    written = jamp.cast_forward(fn, jamp.Properties.from_opt_level("O5"))
+    got = written(jnp.ones((8, 4), jnp.bfloat16), numbers)
+    return np.abs(
+        np.asarray(got, float) / (np.exp(numbers.astype(float)) + 1) - 1
+    ).max()
+
+
+def total():
+    """A loop adds 63 times 1/64 to 256."""
+    ws = jnp.full((64, 4, 4), 1 / 64).at[0].set(256.0)
+    got = jamp.autocast(summed, "bfloat16", promote="narrowest")(ws, SQUARE)
+    return np.abs(np.asarray(got, float) / (256 + 63 / 64) - 1).max()
+
+
+# Errors relative to float64, by the mechanisms that save digits and not always bytes.
+ERRORS = {
+    "bias sums": bias_gradient,
+    "ratios": quotient,
+    "smaller": norm,
+    "half params": scaled_exponential,
+    "float32 carries": total,
+}
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("name", ERRORS)
+def test_digits_are_lost_without_a_mechanism(name):
+    error = ERRORS[name]
+    assert error() < 1e-3
+    with without(name):
+        assert error() > 2e-3
 
 
 def test_each_mechanism_has_an_example():
