@@ -1,8 +1,6 @@
 """The work of a trace grows in proportion to the program, however deep it is."""
 
 import functools
-import pathlib
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,26 +9,16 @@ import pytest
 from jax import lax
 
 import jamp
+from tests.support.calls import calls_of
 from tests.support.constructs import custom_vjp, repeat
 
 W = jnp.eye(8)
-JAMP = str(pathlib.Path(jamp.__file__).parent)
 
 
-def calls_of_jamp(fn):
-    """How many calls of jamp's functions a trace of `fn(w)` makes."""
-    count = 0
-
-    def profile(frame, event, arg):
-        nonlocal count
-        count += event == "call" and frame.f_code.co_filename.startswith(JAMP)
-
-    sys.setprofile(profile)
-    try:
-        jax.make_jaxpr(fn)(W)
-    finally:
-        sys.setprofile(None)
-    return count
+def work(fn):
+    """How many calls of our functions a trace of `fn(w)` makes."""
+    _, calls = calls_of(jax.make_jaxpr(fn), W)
+    return sum(calls.values())
 
 
 narrowest = functools.partial(jamp.autocast, promote="narrowest")
@@ -112,11 +100,11 @@ CASES |= {name: (jamp.autocast, nested(fn), 4) for name, fn in AROUND.items()}
 @pytest.mark.parametrize("name", CASES)
 def test_the_work_of_a_trace_is_linear(name):
     mode, program, depth = CASES[name]
-    once, twice = (calls_of_jamp(mode(program(d))) for d in (depth, 2 * depth))
+    once, twice = (work(mode(program(d))) for d in (depth, 2 * depth))
     assert once < twice <= 2.1 * once  # caches hold what an earlier test traced
 
 
 def test_the_data_of_an_object_with_a_rule_is_not_searched():
     """A trainer of 200,000 rows took 2 seconds at each trace."""
-    few, many = (calls_of_jamp(jamp.autocast(trainer(rows))) for rows in (10, 10_000))
+    few, many = (work(jamp.autocast(trainer(rows))) for rows in (10, 10_000))
     assert few == many

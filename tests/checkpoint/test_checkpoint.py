@@ -164,6 +164,10 @@ WRONG = [
     ("has 1 loss.* state 3.*num_losses=1", lambda: saved(), {"num_losses": 3}),
     ("last_step_skipped/0 is missing.*run that saved it", lambda: saved(), MODELS),
     ("version 2,.* 1 .*newer jamp", lambda: changed("version", np.int32(2)), {}),
+    *[
+        (f"version is {bad!r}", lambda bad=bad: saved() | {"version": bad}, {})
+        for bad in (None, np.nan, np.inf, 0, 1.5, "1", -3)
+    ],
     (RAW, lambda: serialization.to_state_dict(whole()), {}),
     (f"{TAKES}.*'dense'", lambda: {"dense": {"bias": TWO}}, {}),
     (f"params/w.*{CAST}", lambda: IN_HALF, {"tree": {"w": jnp.ones(2)}}),

@@ -54,14 +54,10 @@ def drawn(tree, seed=7):
     rng = np.random.default_rng(seed)
 
     def draw(x):
-        if jnp.issubdtype(x.dtype, jnp.floating):
-            return jnp.asarray(rng.uniform(0.1, 2.0, x.shape), x.dtype)
-        if jnp.issubdtype(x.dtype, jnp.integer):
-            return jnp.asarray(rng.integers(1, 100, x.shape), x.dtype)
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            data = rng.integers(0, 2**32, jax.random.key_data(x).shape, np.uint32)
-            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-        return jnp.asarray(rng.choice([True, False], x.shape))
+        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jnp.asarray(rng.uniform(1, 100, x.shape), x.dtype)  # a bool is True
+        data = rng.integers(0, 2**32, jax.random.key_data(x).shape, np.uint32)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
 
     return jax.tree.map(draw, tree)
 

@@ -1,35 +1,11 @@
 """Test how many of our functions a reader of a step passes."""
 
-import pathlib
-import sys
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 import jamp
 from jamp import optimizers
-
-ROOT = pathlib.Path(jamp.__file__).parent.parent
-ROOMS = tuple(str(ROOT / name) for name in ("jamp", "pallas_kernels"))
-
-
-def functions_called(fn: Callable[..., Any], *args: Any) -> tuple[Any, set[Any]]:
-    """Returns the result of `fn`, and our functions that ran."""
-    called = set()
-
-    def note(frame: Any, event: str, _: Any) -> None:
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(ROOMS):
-            called.add((code.co_filename, code.co_qualname, code.co_firstlineno))
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        return fn(*args), called
-    finally:
-        sys.setprofile(before)
+from tests.support.calls import calls_of
 
 
 def loss_fn(params, x):
@@ -46,10 +22,8 @@ def test_a_fused_step_at_o2():
 
     def step(state, x):
         both = jamp.scaled_value_and_grad(loss_fn)
-        (loss, grads), found["grads"] = functions_called(both, state, x)
-        after, found["step"] = functions_called(
-            lambda: state.apply_gradients(grads=grads)
-        )
+        (loss, grads), found["grads"] = calls_of(both, state, x)
+        after, found["step"] = calls_of(lambda: state.apply_gradients(grads=grads))
         return after, loss
 
     jax.make_jaxpr(step)(state, jnp.ones((2, 4), jnp.float32))

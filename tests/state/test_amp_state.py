@@ -273,9 +273,6 @@ def test_a_state_without_batch_stats_takes_none():
         state.apply_gradients(GRADS, batch_stats=OLD)
 
 
-# test_several.py has more losses and groups.
-
-
 @pytest.mark.parametrize("tx", [RATE_ONE, fused_sgd(1.0)], ids=["sgd", "fused_sgd"])
 def test_losses_with_different_scales_are_summed_in_fp32(tx):
     # apex_semantics 6.5: its FusedSGD errs where the scale of a later loss is lower.

@@ -165,9 +165,6 @@ def test_other_leaves_than_floats_come_from_the_state():
     assert value_fn({"w": 1e6 * PAIR, "n": None, "none": None}) == 2 * 7 * 65504.0
 
 
-# test_scaled_grad.py has the errors for losses and states.
-
-
 def test_a_closure_is_for_one_group_that_is_there():
     for state, wrt, words in (
         (pair(), None, r"one group: pass wrt=key, one of \['a', 'b'\]; got wrt=None"),

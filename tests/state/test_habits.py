@@ -384,7 +384,7 @@ def all_by_hand(state):
     return jax.tree.map(lambda g: g / state.loss_scale, grads)
 
 
-# Gradients and levels; test_gradients.py has more.
+# Gradients and levels.
 OTHERS = {
     "scaled, model.apply": (lambda s: jamp.scaled_grad(by(MODEL.apply))(s), "O1 O4"),
     "all by hand": (all_by_hand, "O1 O4"),
