@@ -84,7 +84,7 @@ _ELSEWHERE = {
     "amp": "jamp has amp's functions itself: jamp.initialize, jamp.scale_loss.",
 }
 _LATE = ("diagnostics", "fp16_utils", "nnx")
-# The names for `help(jamp)` and `import *`. Neither of the two imports NNX.
+# The names for `help(jamp)` and `import *`, which must not import NNX.
 __all__ = [*filter(_is_ours, globals()), "explain"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 

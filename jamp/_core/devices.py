@@ -114,7 +114,7 @@ _callers_levels: ContextVar[list[Any] | None] = ContextVar("levels", default=Non
 
 
 def moves_constants[**P, T](fn: Callable[P, T]) -> Callable[P, T]:
-    """Allows transfers in a function of jamp, which moves constants to the device.
+    """Allows a function of jamp to move constants to the device.
 
     The functions of the caller run in `callers_guard`, which restores the guard.
     """

@@ -28,7 +28,7 @@ def jax_problem(version: tuple[int, ...] | None = None) -> str | None:
 
 
 def warn_of_other_jamp() -> None:
-    """Warns if the distribution `jamp` is installed, which has the same import name."""
+    """Warns if the distribution `jamp` is installed. It has the same import name."""
     try:
         version = importlib.metadata.version("jamp")
     except importlib.metadata.PackageNotFoundError:

@@ -23,8 +23,8 @@ from jamp._fp8.write import Products
 from jamp._policy.levels import Properties, half_dtype
 
 policy = jax.make_user_context(default_value=None)
-# Properties that replace those of every `apply_fn`. `jamp.diagnostics.compare` runs a
-# `loss_fn` that calls the `apply_fn` of a state at another level.
+# Properties that replace the properties of every `apply_fn`. jamp.diagnostics.compare`
+# runs a `loss_fn` that calls the `apply_fn` of a state at another level.
 forwards_at = jax.make_user_context(default_value=None)
 _VARIABLES = (
     "A Flax model takes variables: write `state.apply_fn({'params': state.params}, x)`."

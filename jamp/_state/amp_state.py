@@ -172,7 +172,7 @@ class AmpState(TrainState, kw_only=True):
         )
 
     def load_params(self, params: PyTree, *, reset_optimizer: bool = False) -> Self:
-        """Returns the state with other params, such as those of a checkpoint.
+        """Returns the state with other params, such as a checkpoint's.
 
         It casts the params to the level and sets the masters. Masters keep all digits
         of float32 params. A half value that does not change keeps its master. It works

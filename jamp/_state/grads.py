@@ -42,7 +42,7 @@ class LossGrads(NamedTuple):
 
 
 def by_loss(grads: PyTree, loss_id: Any, state: HasLossScales) -> list[LossGrads]:
-    """Checks the gradients, and returns those of each loss."""
+    """Checks the gradients, and groups them by loss."""
     if not isinstance(loss_id, Sequence):
         return [_loss_grads(grads, loss_id, state)]
     if not isinstance(grads, Sequence):
@@ -122,7 +122,7 @@ def _entries_of(
 
 
 def _warn_half(trees: list[PyTree], state: HasLossScales) -> None:
-    """Warns about half gradients under a dynamic scale, which probably underflowed."""
+    """Warns of half gradients under a dynamic scale. They probably underflowed."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(trees):
         if is_half(leaf) and any(rule.moves for rule in state.loss_scale_rules):
             warn(

@@ -94,7 +94,7 @@ def check_containers(params: PyTree, tx: Any) -> None:
 
 
 def check_apply_fn(apply_fn: Any) -> None:
-    """Raises if `apply_fn` is a Linen module, which cannot be called unbound."""
+    """Raises if `apply_fn` is an unbound Linen module, because it is not callable."""
     for fn in _entries(apply_fn) or [apply_fn]:
         if isinstance(fn, linen.Module):
             raise TypeError(

@@ -76,8 +76,7 @@ class SkipLog:
             loss_id: the id of the loss.
 
         Raises:
-            ValueError: the paths of the gradients differ from those of the log's
-                params.
+            ValueError: the gradients and the log's params have different paths.
         """
         tree = trained_params(grads)
         if (paths := _paths(tree)) != self.paths:

@@ -353,7 +353,7 @@ def _add(before: PyTree | None, grads: PyTree) -> PyTree:
 
 
 def _needed[T](grads: T | None) -> T:
-    """Raises if there are no gradients, and returns them."""
+    """Returns the gradients, or raises if they are None."""
     if grads is None:
         raise ValueError(
             "There are no gradients: call `loss, state = optimizer.backward(state, "

@@ -48,7 +48,7 @@ _HALF = Properties.from_opt_level("O2", cast_model_outputs=jnp.float16)
 
 
 def network_to_half(params: PyTree, batch_stats: PyTree = None) -> Any:
-    """Casts params to float16, except BatchNorm's, which `jamp.cast_model` finds.
+    """Casts params to float16, except BatchNorm's. `jamp.cast_model` finds these.
 
     It does not cast inputs. For this, use `FP16Model`, or `tofp16` as the first layer.
     """
@@ -58,12 +58,12 @@ def network_to_half(params: PyTree, batch_stats: PyTree = None) -> Any:
 def convert_network(
     params: PyTree, dtype: DTypeLike, batch_stats: PyTree = None
 ) -> Any:
-    """Casts params to `dtype`, except BatchNorm's, which `jamp.cast_model` finds."""
+    """Casts params to `dtype`, except BatchNorm's. `jamp.cast_model` finds these."""
     return cast_model(params, dtype, keep_batchnorm_fp32=True, batch_stats=batch_stats)
 
 
 def convert_module(params: Mapping[Any, Any], dtype: DTypeLike) -> Any:
-    """Casts the params of a module to `dtype`, except those of its submodules."""
+    """Casts the params of a module to `dtype`, without its submodules."""
     if not isinstance(params, Mapping):
         raise TypeError(
             "convert_module takes the mapping of a module's params, got "

@@ -74,7 +74,7 @@ def values_by_path(nodes: PyTree) -> dict[tuple[Any, ...], Any]:
 
 
 def by_path(arrays: PyTree) -> Mapping[Any, Any]:
-    """Makes a tree of `arrays_of` a mapping, which `nnx.update` takes."""
+    """Converts a tree of `arrays_of` to a mapping for `nnx.update`."""
     return dict(enumerate(arrays)) if isinstance(arrays, list | tuple) else arrays
 
 
