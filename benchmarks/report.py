@@ -19,21 +19,22 @@ HEAD = """# Results in full
 `benchmarks/results/`. Do not edit it.
 [Results](../../docs/results.md) explains the figures.
 """
-PEERS = """Ratios to plain JAX: bytes moved and temporary memory of a large model
-compiled for an H200, and time of a small one on a 2-core CPU. JAX 0.12.0.1, jmp 0.0.4,
-mpx 0.1.8, Keras 3.15.1, 2026-11-25.
+PEERS = """A cell shows three ratios to plain JAX: bytes moved and temporary memory of a
+large model compiled for an H200, and the time of a small model on two CPU cores (JAX
+0.12.0.1, jmp 0.0.4, mpx 0.1.8, Keras 3.15.1, 2026-11-25).
 
 """
-ON_GPU = """Training steps of GPT-2: medians (quartiles). Steps of Adam at O5: medians
-(bandwidth). *: the device waited for the host. `python -m benchmarks.predictions`
-predicts a step. For steps with written-out attention, it came after the runs below, and
-O5 calibrates it.
+ON_GPU = """The training steps are of GPT-2; the cells show medians (quartiles). The
+optimizer steps are of Adam at O5; the cells show medians (bandwidth). At an asterisk,
+the device waited for the host. `python -m benchmarks.predictions` predicts a training
+step, calibrated by the measured O5. It predicted the steps with
+written-out attention after the runs below.
 
 """
 TRAINED = ["training step", "ms", "tokens/s", "MFU", "GB"]
 TRAINED += ["predicted floor, ms", "predicted ms", "predicted GB"]
-LEAN = """`python -m benchmarks.lean`: bytes moved and temporary memory, relative to the
-same model with `dtype=bfloat16`; O6 is relative to O5.
+LEAN = """`python -m benchmarks.lean` counts bytes moved and temporary memory, relative
+to the same model with `dtype=bfloat16`. O6 is relative to O5.
 
 """
 
