@@ -27,8 +27,8 @@ large model compiled for an H200, and the time of a small model on two CPU cores
 ON_GPU = """The training steps are of GPT-2; the cells show medians (quartiles). The
 optimizer steps are of Adam at O5; the cells show medians (bandwidth). At an asterisk,
 the device waited for the host. `python -m benchmarks.predictions` predicts a training
-step, calibrated by the measured O5. It predicted the steps with
-written-out attention after the runs below.
+step, calibrated by the measured O5. It predicted the steps with written-out attention
+after the runs below.
 
 """
 TRAINED = ["training step", "ms", "tokens/s", "MFU", "GB"]
