@@ -57,6 +57,8 @@ def checkpoint_heads(
             region = Region(members, _shared(graph, members))
             head = checkpoint(graph, region, eqns, barrier, programs)
             graph = Graph(graph.with_checkpoints([head]))
+            # The checkpoint returns these labels now, and is none.
+            labels = {v: eqn for v, eqn in labels.items() if v not in head[1].outvars}
     return graph.jaxpr
 
 

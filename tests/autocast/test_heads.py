@@ -212,6 +212,20 @@ def test_of_two_models_both_losses_are_heads():
     )
 
 
+def test_logits_may_be_the_sum_of_two_products():
+    """The head of one product made the head of the other one a second time."""
+
+    def loss(w):
+        return LOSSES["optax"](X @ w + X[:1] @ w, LABELS).sum()
+
+    x, w = np.asarray(X, float), np.asarray(W, float)
+    e = np.exp(x @ w + x[:1] @ w)
+    g = e / e.sum(-1, keepdims=True) - np.eye(CLASSES)[LABELS]
+    exact = x.T @ g + x[:1].T @ g.sum(0, keepdims=True)
+    got = jax.grad(jamp.autocast(loss, "bfloat16"))(W)
+    np.testing.assert_allclose(got, exact, 0, 0.05)
+
+
 @pytest.mark.parametrize("promote", ["widest", "narrowest"])
 def test_gradients_of_rows_that_the_head_shares_add_up_in_float32(promote):
     """In bfloat16 a sum of so many would stop growing at 256 times the first."""
