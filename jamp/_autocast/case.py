@@ -1,4 +1,4 @@
-"""An operation to decide on: its votes, and what the table of `decide` reads.
+"""An operation to decide on: its votes, and the facts that the table of `decide` reads.
 
 z = add y b        y is a matmul in half, and b its bias: z votes half
 m = reduce_max y   m votes float32
@@ -29,7 +29,7 @@ from jamp._core.dtypes import FLOAT32
 
 
 class Case:
-    """An equation to decide on, and what the rows of the table read about it."""
+    """An equation to decide on, with the facts that the rows of the table read."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Case:
         return keeps and not is_mark and self.computed == {FLOAT32}
 
     def by_size(self) -> tuple[list[Value], list[Value]]:
-        """Returns the full-size operands that are not broadcast, and the others."""
+        """Returns the full-size operands that are not broadcast, and the rest."""
         invars, full, small = self.eqn.invars, [], []
         sizes = [size_of(v) for v in invars]
         size = max([*sizes, *[size_of(v) for v in self.eqn.outvars]])
@@ -161,7 +161,7 @@ class Case:
         return exceeds_half(float(fill), self.values.half)
 
     def _passes_numbers(self) -> bool:
-        """Whether a result may equal an operand, or is computed from literals alone."""
+        """Whether a result may equal an operand, or is computed only from literals."""
         keeps = self.rule is Rule.MOVE or self.traits.keeps_range
         return keeps or all([value.asks or not value.vote for value in self.given])
 
@@ -206,7 +206,7 @@ class Case:
         )
 
     def results(self, dtype: Any, region: str) -> list[Value]:
-        """Returns what is known about the results, which are computed in a dtype."""
+        """Returns the values of the results, which are computed in a dtype."""
         # The result counts as data: it stays float32 until it meets a half param.
         ends = region in (KEPT, NO_MODEL)
         source = Source.DATA if ends else joint_source(self.given)

@@ -50,7 +50,7 @@ from jamp._core.dtypes import FLOAT32
 def _open(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     """Rewrites a call, or the branches of a `cond`, for operands in any dtype.
 
-    If the results of the branches differ in dtype, all return the user's dtypes.
+    If the results of branches differ in dtype, all return the user's dtypes.
     """
     given = _outgoing(rewriter, eqn.invars)
     operands = given[len(given) - len(frames[0].operands) :]  # without an index
@@ -71,7 +71,7 @@ def _open(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
 
 
 def _scan(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
-    """Rewrites a scan, whose body takes each slice in the dtype that it votes for.
+    """Rewrites a scan. Its body takes each slice in the dtype that the slice votes for.
 
     A carry has the same dtype before and after a trip. A carry that sums over the trips
     would lose digits in half. So would the gradient of a constant, which the backward
@@ -187,7 +187,7 @@ def _program(
 def _called(
     rewriter: Rewriter, eqn: jc.JaxprEqn, frame: Frame, given: Sequence[Value]
 ) -> tuple[Rewriter, list[Value]]:
-    """Rewrites an open program, and returns it with its results as the caller's."""
+    """Rewrites an open program. Returns it, and its results as values of the caller."""
     numbers: dict[Any, int] = {}
     found = _program(rewriter, eqn, frame.program, given, frame, numbers=numbers)
     known = {i: root for root, i in numbers.items()}
@@ -233,7 +233,7 @@ def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> No
 
 
 def _with_tangents[T](of_primals: Sequence[T], zeros: Sequence[bool]) -> list[T]:
-    """Appends to the values of all primals the values of those with a tangent."""
+    """Appends the values of primals with a tangent to the values of all primals."""
     there = (x for x, zero in zip(of_primals, zeros, strict=True) if not zero)
     return [*of_primals, *there]
 
@@ -287,7 +287,7 @@ def _tracing(rewriter: Rewriter, eqn: jc.JaxprEqn) -> Any:
 
 
 def _linear_call(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
-    """Rewrites a linear function, and its transpose when JAX traces that."""
+    """Rewrites a linear function, and its transpose when JAX traces the transpose."""
     write = functools.partial(_kept, rewriter, eqn)
     tracing = _tracing(rewriter, eqn)
     params = derivatives.with_linear_call(eqn, write(frames[0].program), write, tracing)

@@ -234,7 +234,7 @@ def _closed(jaxpr: jc.Jaxpr, consts: Sequence[Any]) -> jc.Jaxpr:
 def _tracers_in(x: PyTree) -> list[Tracer]:
     """Returns the tracers in closures, defaults, and arguments of partials and methods.
 
-    It searches pytrees, but no other object, which may hold the user's data set.
+    It searches only pytrees, because other objects may contain the user's data set.
     """
     found: list[Tracer] = []
     seen: dict[int, Any] = {}

@@ -6,7 +6,7 @@
 
     z:f16 = checkpoint[jaxpr={ y. x = convert y; t = mul x x; z = convert t }] y
 
-`islands` and `heads` find the regions, by dtypes alone. The graph knows which equations
+`islands` and `heads` find the regions, only by dtypes. The graph knows which equations
 make and read a value, which results leave a region, and where its checkpoint belongs.
 """
 
@@ -97,8 +97,8 @@ class Graph:
     ) -> jc.Jaxpr:
         """Returns the program with one equation in place of each region.
 
-        It stands where the region ends. An earlier equation that needs a result of the
-        region moves behind it.
+        The equation is at the end of the region. An earlier equation that needs a
+        result of the region moves behind it.
         """
         ends = {max(region.members): (region, new) for region, new in regions}
         gone = set().union(*(r.members - r.shared for r, _ in regions))
@@ -127,7 +127,7 @@ def checkpoint(
     prevent_cse: bool | tuple[bool, ...],
     programs: dict[Any, Any],
 ) -> tuple[Region, jc.JaxprEqn]:
-    """Returns a region and its checkpoint, which holds `eqns` in place of its own.
+    """Returns a region and its checkpoint, which contains `eqns` instead.
 
     Equal checkpoints share one of the `programs`.
     """
@@ -139,7 +139,7 @@ def checkpoint(
 
 
 def is_kept(primitive: jc.Primitive, *_: Any, **__: Any) -> bool:
-    """The policy of a checkpoint: it keeps sums, which are small and costly to redo."""
+    """The policy of a checkpoint. It keeps sums: small, and slow to recompute."""
     # `softmax` gives a name to the value that it saves.
     name = primitive.name
     return name == "name" or traits_of(name).shape is Shape.REDUCE

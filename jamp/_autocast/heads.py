@@ -6,7 +6,7 @@
 A *head* is the part of a rewritten program that reduces a large half array in float32
 to small values, such as the loss of logits. Like an island, it saves only its half
 inputs and its sums and maxima. The cotangents of the logits meet inside the head in
-float32, and are rounded once: in half, the sum of a label's -1 and a softmax's 0.999
+float32, and are rounded once. In half, the sum of a label's -1 and a softmax's 0.999
 would lose its digits.
 """
 
@@ -91,7 +91,7 @@ def _head(graph: Graph, source: jc.Var, labels: Labels) -> set[int]:
     """Returns the places of the equations in the head of a half array, or no places.
 
     An array has no head if a large value leaves it, because JAX would save that value
-    anyway. It has none either if the head would read a large float32 value.
+    anyway. It also has no head if the head would read a large float32 value.
     """
     eqns, size = graph.eqns, size_of(source)
 

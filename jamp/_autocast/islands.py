@@ -40,8 +40,9 @@ def checkpoint_islands(
 ) -> jc.Jaxpr:
     """Writes each island of a rewritten program as one checkpointed equation.
 
-    Equal islands share one of the `programs`. In a `loop` they need no barrier: the
-    backward pass is a separate loop, so XLA cannot reuse float32 values of the forward.
+    Equal islands share one of the `programs`. In a `loop`, they need no barrier: the
+    backward pass is a separate loop, so XLA cannot reuse float32 values of the forward
+    pass.
     """
     if not any(map(is_costly, jaxpr.eqns)):
         return jaxpr

@@ -4,9 +4,9 @@
     half_kernel(attention)(q)           p:f16 = ... convert q          # jamp_kernel
     shown_params(p)                     w:f32 = name[name=jamp_half_param] p
 
-A name scope sets the rule of the operations inside. The name of a value states which
-inputs it depends on. Both are part of the program, so the caches of `jit` handle them
-correctly. Without autocast, they have no effect.
+A name scope sets the rule of the operations inside. The name of a value states the
+kinds of inputs on which it depends. Both are part of the program, so the caches of
+`jit` handle them correctly. Without autocast, they have no effect.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """The table of primitives, as data.
 
-A row has a rule, and lines of `words: names`. The words are the traits of a primitive,
-which are all that the passes read. A primitive without a row is opaque. To add a
+A row has a rule, and lines of `words: names`. The words are the traits of a primitive.
+The passes read only these traits. A primitive without a row is opaque. To add a
 primitive, add its name to a line. Primitives that contain programs are in `frames`.
 
 The table follows apex/amp/lists and torch's autocast lists. It generates

@@ -125,7 +125,7 @@ def ruling(
         if is_float32(eqn.outvars[0]):
             listed = Rule.MOVE  # it only removes a weak type
     region, where = found or (None, "")
-    # An unknown primitive in a float32 region is left alone.
+    # Autocast does not change an unknown primitive in a float32 region.
     as_recorded = region is Rule.FLOAT32 and listed is None
     if region is Rule.RECORDED or as_recorded:
         return Rule.RECORDED, where

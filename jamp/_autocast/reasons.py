@@ -29,7 +29,7 @@ class Note(NamedTuple):
     rule: str = ""  # the rule in the lists, if there is one
     dtype: str = ""  # the dtype of its float32 values; "" if nothing chose it
     region: str = ""  # the mark, function or regex that sets the rule, if any
-    operands: str = ""  # their dtypes in the user's program
+    operands: str = ""  # the dtypes of its operands in the user's program
 
     @property
     def holds_program(self) -> bool:

@@ -58,11 +58,11 @@ def program(
     rules: Mapping[str, ProgramRule],
     out_uses: Sequence[Any] = (),
 ) -> "Rewriter":
-    """Returns a program, read once and rewritten, without its results.
+    """Reads a program once and rewrites it, without its results.
 
-    It takes its inputs in the dtypes of `given`; without these, in the user's. `rules`
-    write the equations that contain programs. `out_uses` are the uses of the results,
-    for `Policy.fp8`.
+    It takes its inputs in the dtypes of `given`, or by default in the user's dtypes.
+    `rules` write the equations that contain programs. `out_uses` are the uses of the
+    results, for `Policy.fp8`.
     """
     # All calls of a jitted function share one program, so that JAX differentiates it
     # only once. Their rewritten programs must be shared too.
@@ -74,7 +74,7 @@ def program(
 
 
 class Rewriter(Writer):
-    """A program that it reads, decides on, and writes, one equation after the other."""
+    """Reads a program, decides on it and writes it, one equation at a time."""
 
     def __init__(
         self, values: Values, rules: Mapping[str, ProgramRule], out_uses: Sequence[Any]

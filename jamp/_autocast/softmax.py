@@ -5,8 +5,8 @@
 
 A softmax divides an exponential by its own sum. In a checkpoint, JAX's derivative reads
 the scores again and recomputes their maximum and the exponential. But the derivative
-needs only the result, and the next matmul saves the result in half anyway. Reading this
-copy, XLA moves as many bytes as in a half model.
+needs only the result, and the next matmul saves the result in half anyway. If the
+derivative reads this copy, XLA moves the bytes of a half model.
 
 If dropout follows, the matmul saves the output of the dropout, and the result would be
 one more saved array. Such a softmax keeps JAX's derivative.

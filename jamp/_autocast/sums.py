@@ -6,9 +6,9 @@
     scan { v w c. u = concatenate v w }    u = concatenate v w; scan { u c. }
 
 The gradient of a bias is a sum over all examples. XLA sums float16 in float16. If the
-bias is cast, XLA stores the cotangent in float32 as well, only for this sum. So this
-file first makes the rounded cotangent, which the gradients of the matmul read, and the
-sum reads it too. On a TPU, XLA fuses the sum with the cotangent.
+bias is cast, XLA stores the cotangent in float32 as well, only for this sum. So the
+rewrite first rounds the cotangent, and both the gradients of the matmul and the sum
+read the rounded one. On a TPU, XLA fuses the sum with the cotangent.
 
 The gradient of a broadcast half array in a float32 addition is also a sum. It reads the
 rounded cotangent of the other operand, so that XLA does not store one in float32.
@@ -22,10 +22,11 @@ float32 matmul of half operands in the kernel that computes it, which takes two 
 of the bytes and rounds once less. It would merge the matmuls of several weights with
 one cotangent, and add slices of the result. Copies of the cotangent prevent this.
 
-Flax concatenates the weights of an LSTM's gates in each step. XLA moves this out of the
-loop, but JAX sums the gradients of the separate weights: each trip would split the
-gradient of the joined weight and add each part in its own kernel. So this file moves
-operations that only rearrange a scan's constants out of the scan.
+Flax concatenates the weights of an LSTM's gates in each step. XLA moves the
+concatenation out of the loop. But JAX sums the gradients of the separate weights, so
+each trip would split the gradient of the joined weight and add each part in its own
+kernel. So the rewrite moves operations that only rearrange a scan's constants out of
+the scan.
 """
 
 import collections
@@ -58,7 +59,7 @@ from pallas_kernels._compat import compute_capability
 
 @jax.custom_jvp
 def with_bias(matmul: Array, bias: Array) -> Array:
-    """Adds a float32 bias to a half matmul of the same rank, in half."""
+    """Adds a float32 bias in half to a half matmul of the same rank."""
     return matmul + bias.astype(matmul.dtype)
 
 
@@ -182,7 +183,7 @@ _REARRANGE = (Shape.RESHAPE, Shape.REARRANGE)
 def moves_taken_out(jaxpr: jc.Jaxpr, done: dict[int, jc.Jaxpr]) -> jc.Jaxpr:
     """Moves rearrangements of a scan's constants out of all scans of a program.
 
-    Returns the program itself if nothing moves. `done` caches results by the `id` of
+    Returns the same program if nothing moves. `done` caches results by the `id` of
     the program, because several equations may call one program.
     """
     if id(jaxpr) not in done:

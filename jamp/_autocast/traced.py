@@ -23,7 +23,7 @@ class Traced(NamedTuple):
 def traced(
     fn: Callable[..., Any], args: Sequence[Any], is_input: Callable[[Any], bool]
 ) -> Traced:
-    """Traces a call of a function, whose program takes the leaves that are inputs."""
+    """Traces a call of a function. The program takes the leaves that are inputs."""
     leaves, tree = jax.tree.flatten(args)
     known = [None if is_input(x) else x for x in leaves]
     result: dict[str, Any] = {}

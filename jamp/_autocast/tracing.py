@@ -79,7 +79,7 @@ def tracing_for(half: Any, replaced: Sequence[Replaced], casts: bool) -> Iterato
         yield
 
 
-_INHERITED = object()  # stands for an attribute that the object inherits
+_INHERITED = object()  # marks an attribute that the object inherits
 _installed: dict[_Attribute, tuple[Any, Any]] = {}  # values before and during traces
 _traces = collections.Counter[_Attribute]()  # the traces that replace it
 _lock = threading.Lock()

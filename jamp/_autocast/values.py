@@ -1,4 +1,4 @@
-"""Holds what autocast knows about each value of a program, which it reads forward once.
+"""The facts that autocast knows about each value of a program.
 
     y = dot_general x w     y votes half
     z = mul y 2.0           z votes half: the literal has no vote
@@ -41,11 +41,12 @@ _KEPT_PARAM = Source.KEPT, Source.KEPT | Source.STAYS
 
 
 class Value(NamedTuple):
-    """Everything that autocast knows about a value."""
+    """The facts that autocast knows about a value."""
 
     dtype: Any  # the dtype in which it is computed
     # The dtype that it asks for. A value has no vote if it is not float32. A value that
-    # is computed from literals alone has none either, and takes the others' dtype.
+    # is computed only from literals has no vote either, and takes the dtype of the
+    # other operands.
     vote: Any = None
     asks: bool = False  # whether it may hold a literal that half cannot represent
     origin: Origin = Origin()  # the arrays that it is computed from
@@ -58,12 +59,12 @@ class Value(NamedTuple):
 
     @property
     def is_half_param(self) -> bool:
-        """Whether it depends on half params alone. It rounds no other value."""
+        """Whether it depends only on half params. It rounds no other value."""
         return self.source in _HALF_PARAM
 
     @property
     def is_kept_param(self) -> bool:
-        """Whether it depends on kept params alone."""
+        """Whether it depends only on kept params."""
         return self.source in _KEPT_PARAM
 
     @property
@@ -121,11 +122,11 @@ class Values:
         self.known.update(zip(program.invars, given, strict=True))
 
     def __getitem__(self, atom: Atom) -> Value:
-        """Returns what is known about a value."""
+        """Returns the facts about a value."""
         return self._literal(atom) if isinstance(atom, jc.Literal) else self.known[atom]
 
     def of(self, atoms: Sequence[Atom]) -> list[Value]:
-        """Returns what is known about several values."""
+        """Returns the facts about several values."""
         known = self.known
         return [
             self._literal(v) if isinstance(v, jc.Literal) else known[v] for v in atoms

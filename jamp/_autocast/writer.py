@@ -5,8 +5,8 @@
                                  y':f32 = convert y
                                  e:f32 = exp y'
 
-It makes no decisions: its caller gives it the dtypes. Equations keep their source lines
-and name stacks.
+The writer makes no decisions. Its caller chooses the dtypes. Equations keep their
+source lines and name stacks.
 """
 
 from collections.abc import Callable, Sequence
@@ -68,7 +68,7 @@ class Writer:
         computed = self.values.known[atom].dtype
         if dtype == computed or not is_float32(atom):
             return versions[computed]
-        # Casting the computed version, not another cast, rounds only once.
+        # A cast of the computed version, and not of another cast, rounds only once.
         new = self._convert(versions[computed], dtype)
         if not apart:
             versions[dtype] = new
