@@ -2,7 +2,6 @@
 
 import contextlib
 import types
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +14,6 @@ from tests.support.programs import products
 
 HALVES = (jnp.float16, jnp.bfloat16)
 X = jnp.linspace(-2.0, 2.0, 12).reshape(3, 4)
-
-
-@pytest.fixture(autouse=True)
-def no_warning():
-    """Autocast does not look into a kernel, and gives no warning about it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", jamp.AutocastWarning)
-        yield
 
 
 def only(dtype):

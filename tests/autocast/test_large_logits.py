@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import lax, nn
+from jax import lax
 
 import jamp
+from tests.autocast.test_heads import LOSSES
 
 ROWS, WIDTH, CLASSES = 32, 8, 64
 SIZES = (5, 20, 80, 320, 640)
@@ -20,18 +21,6 @@ LABELS, TOKENS = np.random.default_rng(0).integers(CLASSES, size=(2, ROWS))
 
 # A CPU may otherwise keep the logits' float32 digits in one pass only.
 STRICTLY = {"xla_allow_excess_precision": False}
-
-
-def of_label(values, labels):
-    return jnp.take_along_axis(values, labels[..., None], -1)[..., 0]
-
-
-LOSSES = {
-    "optax": optax.softmax_cross_entropy_with_integer_labels,
-    "log_softmax": lambda z, y: -of_label(nn.log_softmax(z), y),
-    "logsumexp": lambda z, y: nn.logsumexp(z, -1) - of_label(z, y),
-    "one_hot": lambda z, y: -(nn.one_hot(y, CLASSES) * nn.log_softmax(z)).sum(-1),
-}
 
 
 def chunked(loss, logits_of, x, labels):
@@ -107,7 +96,10 @@ def check(level, loss=LOSSES["optax"], tied=False, reduced=whole, place=jnp.asar
 
 
 levels = pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
-HEADS = {name: {"loss": loss} for name, loss in LOSSES.items()}
+HEADS = {
+    name: {"loss": LOSSES[name]}
+    for name in ("optax", "log_softmax", "take_along_axis", "one_hot")
+}
 HEADS |= {"in chunks of rows": {"reduced": chunked}, "tied": {"tied": True}}
 
 
