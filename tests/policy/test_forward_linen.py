@@ -8,6 +8,8 @@ import pytest
 import jamp
 from tests.policy.forward_models import (
     CASES,
+    SMALL,
+    TOKENS,
     Headed,
     Normed,
     dtypes,
@@ -19,6 +21,7 @@ from tests.policy.forward_models import (
     variables_of,
 )
 from tests.support import programs
+from tests.support.models import Transformer
 from tests.support.states import HALF
 
 # Flax itself promotes: half inputs meet BatchNorm's float32 parameters.
@@ -105,6 +108,31 @@ def test_batchnorm(level, dtype):
     # y, four products with their partial sums, the sum and the bias are rounded.
     size = np.abs(y) @ np.abs(np.float64(dense["kernel"])) + np.abs(expected) + 1
     assert np.all(np.abs(out - expected) <= 8 * UNIT_ROUNDOFF[half.name] * size)
+
+
+BLOCK = "MultiHeadDotProductAttention"
+
+
+@pytest.mark.parametrize(
+    "model, x, keep_fp32, expected",
+    [
+        (Headed(), X, "head", "half float"),
+        (Headed(head_dtype=jnp.float32), X, "head", "half float"),
+        # A kept bias does not pull its product up.
+        (Headed(), X, "bias$", "half half"),
+        # Query, key, value, scores, mixture, out; then two of the MLP, and the logits.
+        (Transformer(**SMALL), TOKENS, BLOCK, "float " * 6 + "half half half"),
+    ],
+)
+def test_products_of_what_is_kept_are_float32_and_no_others(
+    model, x, keep_fp32, expected
+):
+    state = state_of(model, x, keep_fp32=keep_fp32)
+    found = products(gradient(x, model.apply), state)
+    forwards = products(lambda s: forward(s, x), state)
+    names = {"half": "float16,float16", "float": "float32,float32"}
+    assert forwards == [names[word] for word in expected.split()]
+    assert set(found) == set(forwards)
 
 
 def test_a_kept_head_with_a_half_dtype_of_its_own_warns():
