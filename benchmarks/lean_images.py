@@ -147,7 +147,7 @@ class Mixer(nn.Module):
 
 
 class LSTM(nn.Module):
-    """Two layers over words."""
+    """An LSTM with two layers over words."""
 
     dtype: DTypeLike | None = None
 

@@ -177,7 +177,7 @@ def step(
     rounds: bool = False,
     only_updates: bool = False,
 ) -> tuple[list[Any], dict[str, list[Array]]]:
-    """Steps every leaf by a rule, in one pass.
+    """Steps every leaf with a rule, in one pass.
 
     Args:
         rule, leaves, numbers, options: see `run` and `Rule.formula`.

@@ -205,7 +205,7 @@ def _from_flax(
     if state.tx is None:
         names["opt_state"] = None
     known: dict[str, Any] = {"fields": {}}
-    if not isinstance(state.step, jax.ShapeDtypeStruct):  # the default values
+    if not isinstance(state.step, jax.ShapeDtypeStruct):  # its values are defaults
         known = {k: x for k, x in to_checkpoint(state).items() if k in _FLAX}
         known["fields"] = _fields(state)
     fresh = _zeros(expected, ("version", "opt_level", *_COUNTERS))

@@ -61,7 +61,7 @@ def cast(x: ArrayLike, dtype: DTypeLike) -> jax.Array:
 def cast_floats[T](tree: T, dtype: DTypeLike) -> T:
     """Casts the float arrays in the inputs or outputs of a model.
 
-    Python's and NumPy's numbers stay as they are, so that Python can branch on them.
+    Numbers of Python and NumPy do not change, so that Python can branch on them.
     """
 
     def leaf(x):

@@ -1,4 +1,4 @@
-"""Decide which matmuls run in fp8, by their operands, readers and sizes.
+"""Decides which matmuls run in fp8, by their operands, readers and sizes.
 
 h = tanh (dot_general x w1)    half: x is an input of the program
 y = dot_general h w2           fp8, if it is large: an activation by a weight

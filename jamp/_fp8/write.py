@@ -1,4 +1,4 @@
-"""Write a matmul in fp8: the hooks that `_autocast` calls.
+"""Writes a matmul in fp8, in the hooks that `_autocast` calls.
 
 y = dot_general x w        x8 e = quantize x; w8 d = quantize w
                            y = matmul x x8 e w w8 d

@@ -23,7 +23,7 @@ from jamp._fp8.write import Products
 from jamp._policy.levels import Properties, half_dtype
 
 policy = jax.make_user_context(default_value=None)
-# Properties that replace the properties of every `apply_fn`. jamp.diagnostics.compare`
+# Properties that replace the properties of every `apply_fn`. `jamp.diagnostics.compare`
 # runs a `loss_fn` that calls the `apply_fn` of a state at another level.
 forwards_at = jax.make_user_context(default_value=None)
 _VARIABLES = (
@@ -169,7 +169,7 @@ def forwards(apply_fn: Any, properties: Properties) -> Any:
 
 
 def no_forward(*_: object, **__: object) -> NoReturn:
-    """Raises, as the `apply_fn` of a state without one."""
+    """Raises an error; a state without `apply_fn` has this function instead."""
     raise TypeError(
         "The state has no forward: pass `apply_fn=model.apply`, or any `(variables, "
         "*args) -> outputs`, to jamp.initialize. Call an NNX model itself."

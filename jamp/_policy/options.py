@@ -58,7 +58,7 @@ _MEANT = {
 
 
 def check_options(call: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Raises if a given keyword of `call` is unknown."""
+    """Raises if a keyword argument of `call` is unknown."""
     for name in given:
         if name not in known:
             raise TypeError(

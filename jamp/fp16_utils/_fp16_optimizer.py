@@ -58,7 +58,7 @@ type Closure = Callable[[FP16State], tuple[Float[Array, ""], FP16State]]
 
 
 class FP16_Optimizer:  # noqa: N801, apex's name
-    """Wraps an optax optimizer for a model whose params are half.
+    """Wraps an optax optimizer for a model with half params.
 
     This is apex's older interface. `AmpState` does the same with fewer calls. Methods
     work under `jit`, and then print nothing.

@@ -28,9 +28,8 @@ def autocast[**P, R](
 ) -> Callable[P, R]:
     """`jamp.autocast` for functions of NNX models.
 
-    The models among the arguments keep the values that `fn` writes to them, such as
-    running statistics. See `jamp.autocast` for the arguments; the default dtype is
-    float16.
+    Models in the arguments keep the values that `fn` writes to them, such as running
+    statistics. See `jamp.autocast` for the arguments; the default dtype is float16.
 
     >>> import jax.numpy as jnp
     >>> model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))

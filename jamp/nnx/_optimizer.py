@@ -38,7 +38,7 @@ class Optimizer(nnx.Optimizer):
     """
 
     def __init__(self, state: AmpState, wrt: filterlib.Filter):
-        """Makes an optimizer from a state, whose params stay in the models."""
+        """Makes an optimizer from a state. The params stay in the models."""
         self.graph: None = None
         self.wrt = wrt
         self.tx = state.tx
@@ -171,7 +171,7 @@ _REMEDY = (
 
 
 def _pure(grads: PyTree, wrt: filterlib.Filter) -> Any:
-    """Makes the states and models in a tree nested dicts."""
+    """Converts the states and models in a tree to nested dicts."""
     kinds = nnx.State | nnx.Pytree
 
     def leaf(x):

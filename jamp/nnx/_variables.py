@@ -84,5 +84,5 @@ def is_node(x: object) -> bool:
 
 
 def map_arrays[T](fn: Callable[[Any], Any], tree: T) -> T:
-    """Maps the leaves of a tree, and leaves NNX objects as they are."""
+    """Maps the leaves of a tree, except NNX objects."""
     return jax.tree.map(lambda x: x if is_node(x) else fn(x), tree, is_leaf=is_node)

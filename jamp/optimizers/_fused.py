@@ -246,8 +246,8 @@ class FusedTransformation(Transformation):
     ) -> Bool[Array, ""]:
         """Returns whether no gradient is inf or NaN, shape (), bool.
 
-        It first divides them by `grad_scale` in float32, like the step, because a
-        finite gradient may overflow at a scale below 1.
+        It first divides the gradients by `grad_scale` in float32, like the step,
+        because a finite gradient may overflow at a scale below 1.
         """
         options = self.rule.options(grad_scale)
         return ~found_inf_of(jax.tree.leaves(grads), options=options)

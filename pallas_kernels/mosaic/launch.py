@@ -304,7 +304,7 @@ def _noise(
 def _reduce(x: Array, window: Window, how: str) -> Array:
     """Reduces the elements of a window that no earlier window covers."""
     if window.seen:
-        x = jnp.where(_places(window) >= window.seen, x, 0.0)  # maxima are of |x|
+        x = jnp.where(_places(window) >= window.seen, x, 0.0)  # maxima are of |x| >= 0
     return jnp.sum(x) if how == "sum" else jnp.max(x)
 
 
