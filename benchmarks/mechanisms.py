@@ -119,6 +119,11 @@ MECHANISMS = {
         "rewrite.checkpoint_heads",
         _first,
     ),
+    "logit biases": Mechanism(
+        "A bias whose sum only a head reads is added in float32.",
+        "heads._place_of_bias",
+        _gives(None),
+    ),
     "inlined calls": Mechanism(
         "A call without a matmul is decided on with what is around it.",
         "values.inlined",

@@ -5,9 +5,10 @@
 
 A *head* is the part of a rewritten program that reduces a large half array in float32
 to small values, such as the loss of logits. Like an island, it saves only its half
-inputs and its sums and maxima. The cotangents of the logits meet inside the head in
-float32, and are rounded once. In half, the sum of a label's -1 and a softmax's 0.999
-would lose its digits.
+inputs and its sums and maxima. If only the head reads the sum of a matmul and a bias,
+the head adds the bias in float32, so that its gradient sums unrounded cotangents. The
+cotangents of the logits meet inside the head in float32, and are rounded once. In half,
+the sum of a label's -1 and a softmax's 0.999 would lose its digits.
 """
 
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core as jc
 
+from jamp._autocast.frames import frames_of, program_of, with_equations
 from jamp._autocast.graph import (
     Graph,
     Region,
@@ -25,9 +27,11 @@ from jamp._autocast.graph import (
     may_be_inside,
     variables_in,
 )
+from jamp._autocast.jax_internals import at_place, conversion
 from jamp._autocast.labels import labels_in
 from jamp._autocast.primitives import primitive_name
 from jamp._autocast.program import dtype_of, size_of
+from jamp._autocast.sums import with_bias
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES
 
 type Labels = Mapping[jc.Var, jc.JaxprEqn]
@@ -47,6 +51,8 @@ def checkpoint_heads(
     labels = labels_in(graph)
     for source in sources:
         if members := _head(graph, source, labels):
+            if place := _place_of_bias(graph, source, programs):
+                graph, members = _with_float32_bias(graph, *place), members | {place[0]}
             inside = (graph.eqns[i] for i in sorted(members))
             eqns = [labels.get(eqn.outvars[0], eqn) for eqn in inside]
             # A barrier on the saved sums suffices to recompute the exponentials.
@@ -57,9 +63,37 @@ def checkpoint_heads(
             region = Region(members, _shared(graph, members))
             head = checkpoint(graph, region, eqns, barrier, programs)
             graph = Graph(graph.with_checkpoints([head]))
-            # The checkpoint returns these labels now, and is none.
+            # The checkpoint returns these labels, but must stay a checkpoint.
             labels = {v: eqn for v, eqn in labels.items() if v not in head[1].outvars}
     return graph.jaxpr
+
+
+def _place_of_bias(
+    graph: Graph, source: jc.Var, programs: dict[Any, Any]
+) -> tuple[int, int] | None:
+    """Returns the places of a half sum with a bias and of the only cast that reads it.
+
+    Returns None if `source` is not such a sum, or has other readers.
+    """
+    readers, maker = graph.readers_of([source]), graph.makers.get(source)
+    if maker is None or len(readers) != 1 or not all(map(graph.has_gradient, readers)):
+        return None
+    (cast,), eqn = readers, graph.eqns[maker]
+    sums = [program_of(new) for key, new in programs.items() if key[0] is with_bias]
+    is_call = bool(frames_of(eqn)) and any(program_of(eqn) is p for p in sums)
+    is_cast = graph.eqns[cast].primitive.name == "convert_element_type"
+    return (maker, cast) if is_call and is_cast else None
+
+
+def _with_float32_bias(graph: Graph, maker: int, cast: int) -> Graph:
+    """Returns the program with the bias added in float32."""
+    call, eqns = graph.eqns[maker], list(graph.eqns)
+    (matmul,), bias = variables_in(call.invars[:1]), call.invars[1]
+    eqns[maker] = begin = conversion(matmul, FLOAT32, call)
+    (*_, add) = program_of(call).eqns
+    operands, results = [begin.outvars[0], bias], graph.eqns[cast].outvars
+    eqns[cast] = at_place(add.replace(invars=operands, outvars=results), call)
+    return Graph(with_equations(graph.jaxpr, eqns))
 
 
 def _widened(eqn: jc.JaxprEqn) -> list[jc.Var]:

@@ -23,8 +23,8 @@ class Example(NamedTuple):
     options: dict[str, Any] = {}
 
 
-def label_loss(w, x):
-    logits, labels = x @ w, jnp.arange(4)[:, None]
+def label_loss(w, x, bias=0.0):
+    logits, labels = x @ w + bias, jnp.arange(4)[:, None]
     return nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, labels, -1)[:, 0]
 
 
@@ -93,6 +93,7 @@ EXAMPLES = {
     "softmax, sums kept, islands": Example(lambda w, x: nn.softmax(x @ w) @ w, SQUARES),
     "island barrier": Example(lambda w, x: jnp.tanh(x @ w) @ w, SQUARES),
     "heads, labels, head barrier, inlined calls": Example(label_loss, SQUARES),
+    "logit biases": Example(lambda b, w, x: label_loss(w, x, b), ((4,), *SQUARES)),
     "chains, one cast": Example(lambda w, x: (x @ w * 2.0 + 1.0) @ w, SQUARES),
     "ratios": Example(lambda w, x: (x @ w) / (w @ x) @ w, SQUARES, "O1"),
     "norms": Example(residual, SQUARES),
