@@ -73,7 +73,7 @@ def _without_copies(original: Function) -> Function:
 
 def _without_barrier(original: Function) -> Function:
     return lambda graph, region, eqns, _, programs: original(
-        graph, region, eqns, False, programs
+        graph, region, eqns, (), programs
     )
 
 

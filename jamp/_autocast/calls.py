@@ -101,7 +101,6 @@ def checkpointed(
     invars: Sequence[jc.Var],
     outvars: Sequence[jc.Var],
     policy: Callable[..., bool],
-    prevent_cse: bool | tuple[bool, ...],
     programs: dict[Any, jc.Jaxpr],
     around: jc.Jaxpr,
 ) -> jc.JaxprEqn:
@@ -135,7 +134,7 @@ def checkpointed(
             programs[key] = inner
     params = {
         "jaxpr": inner,
-        "prevent_cse": prevent_cse,
+        "prevent_cse": False,  # `pins` has the barriers
         "differentiated": False,
         "policy": policy,
     }

@@ -10,13 +10,14 @@
 make and read a value, which results leave a region, and where its checkpoint belongs.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend import core as jc
 
 from jamp._autocast.calls import checkpointed
 from jamp._autocast.frames import Kind, frames_of, with_equations
+from jamp._autocast.pins import with_pins
 from jamp._autocast.primitives import Shape, primitive_name, traits_of
 from jamp._autocast.program import Atom, dtype_of, is_float, size_of
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES
@@ -124,17 +125,17 @@ def checkpoint(
     graph: Graph,
     region: Region,
     eqns: Sequence[jc.JaxprEqn],
-    prevent_cse: bool | tuple[bool, ...],
+    pinned: Collection[jc.Var],
     programs: dict[Any, Any],
 ) -> tuple[Region, jc.JaxprEqn]:
     """Returns a region and its checkpoint, which contains `eqns` instead.
 
-    Equal checkpoints share one of the `programs`.
+    The backward pass recomputes what depends on the `pinned` variables. Equal
+    checkpoints share one of the `programs`.
     """
+    inside = with_pins(eqns, pinned)
     outvars = graph.results_of(region)
-    new = checkpointed(
-        eqns, inputs_of(eqns), outvars, is_kept, prevent_cse, programs, graph.jaxpr
-    )
+    new = checkpointed(inside, inputs_of(eqns), outvars, is_kept, programs, graph.jaxpr)
     return region, new
 
 

@@ -22,8 +22,8 @@ from jamp._autocast.graph import (
     Graph,
     Region,
     checkpoint,
-    inputs_of,
     is_costly,
+    is_kept,
     may_be_inside,
     variables_in,
 )
@@ -37,12 +37,10 @@ from jamp._core.dtypes import FLOAT32, HALF_DTYPES
 type Labels = Mapping[jc.Var, jc.JaxprEqn]
 
 
-def checkpoint_heads(
-    jaxpr: jc.Jaxpr, programs: dict[Any, Any], loop: bool, saved: bool
-) -> jc.Jaxpr:
+def checkpoint_heads(jaxpr: jc.Jaxpr, programs: dict[Any, Any], loop: bool) -> jc.Jaxpr:
     """Writes each head of a rewritten program as one checkpointed equation.
 
-    `checkpoint_islands` explains `programs` and `loop`, and `Scope` explains `saved`.
+    `checkpoint_islands` explains `programs` and `loop`.
     """
     sources = dict.fromkeys(v for eqn in jaxpr.eqns for v in _widened(eqn))
     if not sources or not any(map(is_costly, jaxpr.eqns)):
@@ -55,13 +53,12 @@ def checkpoint_heads(
                 graph, members = _with_float32_bias(graph, *place), members | {place[0]}
             inside = (graph.eqns[i] for i in sorted(members))
             eqns = [labels.get(eqn.outvars[0], eqn) for eqn in inside]
-            # A barrier on the saved sums suffices to recompute the exponentials.
-            # Without one on the logits, their cotangents may reuse the logits' memory.
-            # In a checkpoint that saves values, JAX does not extend a tuple by these,
-            # and raises: use a bool there.
-            barrier = not loop and (saved or (False,) * len(inputs_of(eqns)))
+            # Pinned sums suffice to recompute the exponentials. Without a barrier on
+            # the logits, their cotangents may reuse the logits' memory.
+            kept = [] if loop else [e for e in eqns if is_kept(e.primitive)]
+            sums = [v for eqn in kept for v in eqn.outvars]
             region = Region(members, _shared(graph, members))
-            head = checkpoint(graph, region, eqns, barrier, programs)
+            head = checkpoint(graph, region, eqns, sums, programs)
             graph = Graph(graph.with_checkpoints([head]))
             # The checkpoint returns these labels, but must stay a checkpoint.
             labels = {v: eqn for v, eqn in labels.items() if v not in head[1].outvars}

@@ -40,7 +40,7 @@ def checkpoint_islands(
 ) -> jc.Jaxpr:
     """Writes each island of a rewritten program as one checkpointed equation.
 
-    Equal islands share one of the `programs`. In a `loop`, they need no barrier: the
+    Equal islands share one of the `programs`. In a `loop`, they need no pins: the
     backward pass is a separate loop, so XLA cannot reuse float32 values of the forward
     pass.
     """
@@ -52,8 +52,8 @@ def checkpoint_islands(
         if island is not None:
             inside = [jaxpr.eqns[i] for i in sorted(island.members)]
             eqns, has_barrier = with_softmax(inside, graph, programs)
-            barrier = not (loop or has_barrier)
-            written.append(checkpoint(graph, island, eqns, barrier, programs))
+            pinned = () if loop or has_barrier else inputs_of(eqns)
+            written.append(checkpoint(graph, island, eqns, pinned, programs))
     return graph.with_checkpoints(written)
 
 

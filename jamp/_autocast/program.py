@@ -63,7 +63,6 @@ class Scope(NamedTuple):
     names: str = ""  # the name stack of the equations around it
     library: str = ""  # the listed JAX function that contains it, if any
     loop: bool = False  # whether it is in a scan's body; a scan stacks residuals
-    saved: bool = False  # whether it is in a checkpoint that saves some values
     derived: bool = False  # whether it is in a function with a custom derivative
     within: Source = Source.DATA  # the sources of values about which nothing is known
     carried: bool = False  # whether a loop carries unknown values in float32
@@ -88,9 +87,7 @@ class Scope(NamedTuple):
         if eqn.primitive.name != "jit":
             # JAX cannot differentiate a `while` in reverse mode.
             loop = self.loop or eqn.primitive.name == "scan"
-            remat = any(frame.own_residuals for frame in frames_of(eqn))
-            keeps = remat and eqn.params.get("policy", True) is not None
-            return self._replace(names=names, loop=loop, saved=self.saved or keeps)
+            return self._replace(names=names, loop=loop)
         lists, library, name = self.policy.lists, self.library, eqn.params["name"]
         path = jax_internals.jitted_function(eqn)
         rule = rule_of_function(lists, name, is_jax=bool(path))

@@ -108,7 +108,7 @@ class Rewriter(Writer):
         # These run last, because they find float32 regions by the casts around them.
         options = self.scope.written, self.scope.loop
         written = checkpoint_islands(written, *options)
-        return checkpoint_heads(written, *options, self.scope.saved)
+        return checkpoint_heads(written, *options)
 
     def uses_of(self, atoms: Sequence[Atom]) -> Sequence[Any]:
         """Returns the uses of values, for `Policy.fp8`."""

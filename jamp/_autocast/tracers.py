@@ -74,15 +74,3 @@ def depends_without_grad(x: object, inputs: Sequence[Any]) -> bool:
             if not is_constant or depends_without_grad(y.get_referent(), inputs):
                 return True
     return False
-
-
-def is_checkpointed(values: Iterable[object]) -> bool:
-    """Returns whether `jax.checkpoint` traces the values' program or an outer one."""
-    traces = (x._trace for x in values if isinstance(x, Tracer))
-    trace: Any = next(traces, None)
-    while trace is not None:
-        info = getattr(getattr(trace, "frame", None), "debug_info", None)
-        if getattr(info, "traced_for", "") in ("checkpoint / remat", "remat3"):
-            return True
-        trace = getattr(trace, "parent_trace", None)
-    return False

@@ -27,7 +27,6 @@ from jamp._autocast.program import Policy, Scope, recorded
 from jamp._autocast.rewrite import program
 from jamp._autocast.sums import moves_taken_out
 from jamp._autocast.traced import Traced, traced
-from jamp._autocast.tracers import is_checkpointed
 from jamp._autocast.tracing import disabled, fp8_disabled, tracing
 from jamp._core.dtypes import HALF_DTYPES
 from jamp._core.show import short_repr
@@ -90,8 +89,7 @@ def autocast_in[**P, R](scope: Scope, fn: Callable[P, R]) -> Callable[P, R]:
         nothing = contextlib.nullcontext()
         advice = advising() if has_rules(jaxpr) else nothing
         with mark if tracing.value else nothing, advice:
-            saved = scope._replace(saved=is_checkpointed(values))
-            outs = jc.jaxpr_as_fun(_rewritten(jaxpr, saved))(*values)
+            outs = jc.jaxpr_as_fun(_rewritten(jaxpr, scope))(*values)
         # Outside of `jit`, constants may not be arrays. Casts drop weak types.
         pairs = zip(outs, jaxpr.outvars, strict=True)
         out = rebuild([jax_internals.array_of_type(x, v.aval) for x, v in pairs])

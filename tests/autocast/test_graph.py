@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.extend import core as jc
 
-from jamp._autocast.graph import Graph, Region, checkpoint
+from jamp._autocast.graph import Graph, Region, checkpoint, inputs_of
 
 
 def graph_of(fn, *args):
@@ -88,7 +88,9 @@ def test_a_program_with_checkpoints_computes_the_same(seed):
     written = []
     for region in regions:
         eqns = [graph.eqns[i] for i in sorted(region.members)]
-        written.append(checkpoint(graph, region, eqns, False, {}))
+        variables = [*inputs_of(eqns), *(v for eqn in eqns for v in eqn.outvars)]
+        pinned = rng.sample(variables, len(variables) // 2)
+        written.append(checkpoint(graph, region, eqns, pinned, {}))
         count += 1 - len(region.members - region.shared)
     program = graph.with_checkpoints(written)
     assert len(program.eqns) == count

@@ -57,7 +57,7 @@ def loss(w):
 @pytest.mark.parametrize("policy", ["dots_saveable", "everything_saveable"])
 @pytest.mark.parametrize("within", ["plain", "jit", "scan", "vmap"])
 def test_a_loss_may_be_checkpointed_inside_and_outside(within, policy):
-    """JAX does not extend a `prevent_cse` of each argument by the kept values."""
+    """A head pins the sums that both checkpoints save."""
     checkpoint = functools.partial(jax.checkpoint, policy=getattr(POLICIES, policy))
     wanted = jax.grad(loss)(W)
     inside = half(checkpoint(AROUND[within](loss)))

@@ -1,0 +1,73 @@
+"""Makes the backward pass of a checkpoint compute float32 values again.
+
+    y = pin x      forward, this is `y = x`; backward, a barrier
+
+XLA keeps the float32 values of a forward pass if the backward pass computes the same
+values from the same residuals. Behind a barrier, a residual is a different value.
+`jax.checkpoint` has one barrier for all residuals and cotangents. A TPU then stores
+each cotangent, which it would otherwise compute inside the matmuls that read it. A pin
+is a barrier for one residual.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax
+from jax import Array
+from jax.extend import core as jc
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, partial_eval
+
+from jamp._autocast.jax_internals import at_place
+
+
+def with_pins(
+    eqns: Sequence[jc.JaxprEqn], variables: Collection[jc.Var]
+) -> list[jc.JaxprEqn]:
+    """Pins variables that equations make or read before the equations read them."""
+    pinned: dict[Any, jc.Var] = {}
+
+    def pin(v: jc.Var, place: jc.JaxprEqn) -> jc.JaxprEqn:
+        pinned[v] = jc.Var(v.aval)
+        params = {"backward": False}
+        eqn = jc.new_jaxpr_eqn([v], [pinned[v]], _pin, params, set())
+        return at_place(eqn, place)
+
+    made = {v for eqn in eqns for v in eqn.outvars}
+    written = [pin(v, eqns[0]) for v in variables if v not in made]
+    for eqn in eqns:
+        read = [pinned.get(v, v) if isinstance(v, jc.Var) else v for v in eqn.invars]
+        written.append(eqn.replace(invars=read))
+        written += [pin(v, eqn) for v in eqn.outvars if v in variables]
+    return written
+
+
+def _split(
+    keeps: Any, unknown: Sequence[bool], saved: Sequence[bool], eqn: jc.JaxprEqn
+) -> tuple[Any, ...]:
+    """Returns the pin of the forward and of the backward pass, for `jax.checkpoint`.
+
+    The values of the forward pass are known. The backward pass gets the operand as a
+    residual if it does not have it yet.
+    """
+    backward = eqn.replace(params={"backward": True})
+    residuals = [] if saved[0] else list(eqn.invars)
+    return None if unknown[0] else eqn, backward, unknown, [True], residuals
+
+
+def _lower(ctx: Any, x: Any, backward: bool) -> Any:
+    return _barrier(ctx, x) if backward else [x]
+
+
+def _derivative(primals: Any, tangents: Any, backward: bool) -> tuple[Array, Any]:
+    return _pin.bind(*primals, backward=backward), *tangents
+
+
+_pin = Primitive("pin")
+_pin.def_impl(lambda x, backward: x)
+_pin.def_abstract_eval(lambda x, backward: x)
+ad.primitive_jvps[_pin] = _derivative
+batching.defvectorized(_pin)
+_barrier = mlir.lower_fun(jax.lax.optimization_barrier, multiple_results=False)
+mlir.register_lowering(_pin, _lower)
+partial_eval.partial_eval_jaxpr_custom_rules[_pin] = _split
