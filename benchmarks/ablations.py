@@ -4,15 +4,15 @@
     python -m benchmarks.ablations gpt2 vit --modes O5 --without softmax,islands
     python -m benchmarks.ablations --table    # prints saved results
 
-Steps are compiled for an H200, as in `benchmarks.lean`, and compared with steps by
-hand. An entry of benchmarks/results/ablations.json is a model, a mode and at most one
-of `benchmarks.mechanisms`. The script saves each entry at once, so you can stop it and
-continue later. It does not compile a program twice. A change of jamp/_autocast makes
-earlier entries count as missing.
+Steps are compiled for an H200, as in `benchmarks.lean`. An entry of
+benchmarks/results/ablations.json is a model, a mode and one of `benchmarks.mechanisms`,
+with the extra cost without the mechanism as a share of the cost by hand. The script
+does not compile a program that a switch leaves as it is: an entry with "same" lists
+these mechanisms. The script saves each entry at once, so you can stop it and continue
+later. A change of jamp/_autocast makes earlier entries count as missing.
 """
 
 import argparse
-import contextlib
 import itertools
 import json
 import pathlib
@@ -27,7 +27,7 @@ type Entry = dict[str, Any]
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "ablations.json"
 MODES = ("widest", "narrowest", "O5")
-AS_IS = "none"
+SAME = "same"
 # A difference matters above this share of the traffic or the memory by hand.
 TRAFFIC, TEMP = 0.002, 0.01
 # Sorted by compile time, from 10 seconds to a minute.
@@ -41,7 +41,7 @@ CHEAPEST_FIRST = (
 
 
 def read() -> list[Entry]:
-    return json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    return json.loads(RESULTS.read_text())
 
 
 def _write(entries: list[Entry]) -> None:
@@ -50,69 +50,71 @@ def _write(entries: list[Entry]) -> None:
 
 
 def _key(entry: Entry) -> tuple[str, str, str]:
-    return entry["model"], entry["mode"], entry["without"]
+    return entry["model"], entry["mode"], entry.get("without", SAME)
 
 
-def measure(model: str, mode: str, mechanism: str) -> Entry:
-    """Returns the entry of a step without a mechanism, or of the step as it is."""
-    off = contextlib.nullcontext() if mechanism == AS_IS else without(mechanism)
-    by_hand = lean.measure(model, mode, False)
-    with off:
-        found = lean.measure(model, mode, True).over(by_hand)
-    figures = {name: round(x, 4) for name, x in found._asdict().items()}
-    return {"model": model, "mode": mode, "without": mechanism} | figures
+def measure(model: str, mode: str, mechanism: str) -> Entry | None:
+    """Returns the extra cost without a mechanism; None if the program is the same."""
+    programs = [lean.lower(model, mode, ours, "H200") for ours in (False, True)]
+    with without(mechanism):
+        programs.append(lean.lower(model, mode, True, "H200"))
+    if programs[1].as_text() == programs[2].as_text():
+        return None
+    costs = (lean.cost_of(program, "H200") for program in programs)
+    entry: Entry = {"model": model, "mode": mode, "without": mechanism}
+    pairs = zip(lean.Measured._fields, zip(*costs, strict=True), strict=True)
+    for name, (by_hand, as_is, found) in pairs:
+        entry[name] = round((found - as_is) / by_hand, 4)
+    return entry
 
 
 def measure_missing(wanted: Iterable[tuple[str, str, str]]) -> None:
     """Adds missing entries, and replaces entries of another version of autocast."""
     here = lean.conditions("H200")
     entries = {_key(entry): entry for entry in read()}
-    for key in wanted:
-        if here.items() <= entries.get(key, {}).items():
+    for model, mode, name in wanted:
+        same = entries.get((model, mode, SAME), {})
+        if not here.items() <= same.items():
+            same = {"model": model, "mode": mode, SAME: []} | here
+        known = here.items() <= entries.get((model, mode, name), {}).items()
+        if known or name in same[SAME]:
             continue
-        entries[key] = entry = measure(*key) | here
+        entry = measure(model, mode, name)
+        if entry is None:
+            same[SAME].append(name)
+            entries[model, mode, SAME] = same
+            entries.pop((model, mode, name), None)
+        else:
+            entries[model, mode, name] = entry | here
         _write(list(entries.values()))
-        print(*key, *(entry[name] for name in lean.Measured._fields), flush=True)
+        print(model, mode, name, entry or SAME, flush=True)
 
 
 # The table.
 
 
 def table(entries: list[Entry]) -> str:
-    """Lists the steps where each mechanism matters and where it does not.
-
-    A figure is the extra cost without the mechanism, relative to the step by hand.
-    """
-    by_key = {_key(entry): entry for entry in entries}
+    """Lists the steps where each mechanism matters and where it does not."""
     lines = ["| without | traffic, temp | no difference |", "|---|---|---|"]
     for name, row in MECHANISMS.items():
-        matters, same = [], []
-        for model, mode, _ in [key for key in by_key if key[2] == name]:
-            more = _more(by_key[model, mode, name], by_key.get((model, mode, AS_IS)))
-            if more is None:
+        matters: dict[str, list[str]] = {}
+        same: dict[str, list[str]] = {}
+        for entry in entries:
+            found, mode = same, entry["mode"]
+            if entry.get("without") == name:
+                traffic, temp = entry["traffic"], entry["temp"]
+                if abs(traffic) > TRAFFIC or abs(temp) > TEMP:
+                    found, mode = matters, f"{mode} {traffic:+.3f}, {temp:+.3f}"
+            elif name not in entry.get(SAME, ()):
                 continue
-            if abs(more[0]) > TRAFFIC or abs(more[1]) > TEMP:
-                matters.append(f"{model} {mode} {more[0]:+.3f}, {more[1]:+.3f}")
-            else:
-                same.append((model, mode))
-        lines.append(
-            f"| {name}: {row.says} | {'; '.join(matters)} | {_grouped(same)} |"
-        )
+            found.setdefault(entry["model"], []).append(mode)
+        cells = f"{name}: {row.says}", _grouped(matters), _grouped(same)
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _more(entry: Entry, as_is: Entry | None) -> tuple[float, float] | None:
-    """Returns the difference in traffic and temp, or None if the conditions differ."""
-    if as_is is None or any(entry[name] != as_is[name] for name in ("jax", "commit")):
-        return None
-    return tuple(entry[name] - as_is[name] for name in ("traffic", "temp"))
-
-
-def _grouped(steps: list[tuple[str, str]]) -> str:
-    modes: dict[str, list[str]] = {}
-    for model, mode in steps:
-        modes.setdefault(model, []).append(mode)
-    return "; ".join(f"{model} {', '.join(found)}" for model, found in modes.items())
+def _grouped(steps: dict[str, list[str]]) -> str:
+    return "; ".join(f"{model} {', '.join(found)}" for model, found in steps.items())
 
 
 def main() -> None:
@@ -127,7 +129,7 @@ def main() -> None:
         return
     warnings.simplefilter("ignore")
     models, modes = args.names or CHEAPEST_FIRST, args.modes.split(",")
-    names = (AS_IS, *args.without.split(","))
+    names = args.without.split(",")
     wanted = itertools.product(models, names, modes)
     measure_missing((model, mode, name) for model, name, mode in wanted)
 
