@@ -33,9 +33,9 @@ after the runs below.
 """
 TRAINED = ["training step", "ms", "tokens/s", "MFU", "GB"]
 TRAINED += ["predicted floor, ms", "predicted ms", "predicted GB"]
-ABLATIONS = """`python -m benchmarks.ablations` switches off one mechanism of autocast and
-compiles the step for an H200. The figures are the extra bytes and temporary memory, as
-shares of those by hand. The last column has the steps whose program does not change,
+ABLATIONS = """`python -m benchmarks.ablations` switches off one mechanism of autocast
+and compiles the step for an H200. The figures are the extra bytes and temporary memory,
+as shares of those by hand. The last column has the steps whose program does not change,
 and those whose figures change by at most 0.2 % and 1 %. A step that is in neither
 column was not compiled. `tests/autocast/test_ablations.py` shows the digits that
 mechanisms without bytes save.
