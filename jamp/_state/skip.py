@@ -42,7 +42,7 @@ def is_clean(grads: Sequence[Array], loss_id: int) -> Flag:
         raw = raw_of(grad)
         if raw is not None and raw.loss_id != loss_id:
             raise ValueError(
-                f"The gradients are of loss_id={raw.loss_id}, and apply_gradients got "
+                f"The gradients are of loss_id={raw.loss_id}, but apply_gradients got "
                 f"loss_id={loss_id}: pass `loss_id={raw.loss_id}`, to move its scale."
             )
         if raw is None or raw.finite is None:
