@@ -2,8 +2,7 @@
 
 The docstring of a function states the behavior of JAX that it relies on. The tests of
 autocast check this behavior on the oldest and the newest supported JAX. Besides this
-file, `calls`, `derivatives`, `frames`, `hijax`, `pins` and `tracers` use undocumented
-parts.
+file, `calls`, `derivatives`, `frames`, `hijax` and `pins` use undocumented parts.
 """
 
 import functools

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import Primitive
 
-from jamp._autocast.tracers import equation_of
+from jamp._core.tracers import equation_of
 
 
 class Outermost(Primitive):

@@ -13,10 +13,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
-from jamp._autocast.tracers import depends_on, depends_without_grad
 from jamp._core.devices import callers_guard, moves_constants
 from jamp._core.dtypes import HALF_DTYPES, is_differentiable
 from jamp._core.show import format_shapes, short_repr
+from jamp._core.tracers import depends_on, depends_without_grad
 from jamp._core.tree import (
     all_finite,
     differentiable,

@@ -19,8 +19,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, PyTree
 
-from jamp._autocast.tracers import ancestors, equation_of
 from jamp._core.dtypes import FLOAT32, is_differentiable
+from jamp._core.tracers import ancestors, equation_of
 from jamp._core.tree import is_traced
 from jamp._core.warnings import PrecisionWarning, warn
 from jamp._scaling.rules import HasLossScales

@@ -43,7 +43,7 @@ INTERNALS = {
     "jamp._autocast.frames",
     "jamp._autocast.hijax",
     "jamp._autocast.pins",
-    "jamp._autocast.tracers",
+    "jamp._core.tracers",
     "jamp._fp8.outermost",
 }
 ENTRIES = {name.partition(".")[2] for layer in LAYERS for name in layer} - {""}

@@ -1,8 +1,8 @@
-"""Wraps the undocumented parts of JAX's tracers that autocast uses.
+"""Wraps the undocumented parts of JAX's tracers that jamp uses.
 
     y = add x 1.0       equation_of(y) returns this equation
 
-As for `jax_internals`, the tests check each fact.
+The tests check each fact.
 """
 
 from collections.abc import Callable, Iterable, Sequence
