@@ -232,8 +232,8 @@ def _check_found(
     given, wanted = _scalers(found), _scalers(expected)
     if given and given != wanted:
         raise ValueError(
-            f"The checkpoint has {len(given)} loss scale(s), {given}, and the state "
-            f"has {len(wanted)}: pass num_losses={len(given)} to jamp.initialize."
+            f"The checkpoint has {len(given)} loss scale(s), {given}, and "
+            f"the state {len(wanted)}: pass num_losses={len(given)} to jamp.initialize."
         )
     check_same(
         found,
