@@ -7,12 +7,13 @@ which moves the fewest bytes.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.core import FrozenDict
 from jax import Array
 from jax.typing import DTypeLike
 
@@ -21,7 +22,7 @@ exact_gelu = functools.partial(nn.gelu, approximate=False)
 
 
 class Attention(nn.Module):
-    """Self-attention with one matmul for queries, keys and values.
+    """Self-attention with one matmul for queries, keys and values, or with three.
 
     With `fused`, an implementation of `jax.nn.dot_product_attention`, it writes no
     scores and has no dropout.
@@ -32,13 +33,19 @@ class Attention(nn.Module):
     dropout: float = 0.0
     dtype: DTypeLike | None = None
     fused: str = ""
+    bias: bool = True
+    separate: bool = False
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         batch, length, width = x.shape
-        qkv = nn.Dense(3 * width, dtype=self.dtype, name="qkv")(x)
+        dense = functools.partial(nn.Dense, use_bias=self.bias, dtype=self.dtype)
+        if self.separate:
+            qkv = [dense(width, name=name)(x) for name in "qkv"]
+        else:
+            qkv = jnp.split(dense(3 * width, name="qkv")(x), 3, axis=-1)
         split = (batch, length, self.heads, -1)
-        q, k, v = (y.reshape(split) for y in jnp.split(qkv, 3, axis=-1))
+        q, k, v = (y.reshape(split) for y in qkv)
         if self.fused:
             options = {"is_causal": self.causal, "implementation": self.fused}
             y = jax.nn.dot_product_attention(q, k, v, **options)
@@ -50,35 +57,47 @@ class Attention(nn.Module):
             weights = jax.nn.softmax(scores)
             weights = nn.Dropout(self.dropout, deterministic=False)(weights)
             y = jnp.einsum("bhqk,bkhd->bqhd", weights, v)
-        return nn.Dense(width, dtype=self.dtype, name="out")(y.reshape(x.shape))
+        return dense(width, name="out")(y.reshape(x.shape))
 
 
 class MLP(nn.Module):
     width: int
     act: Callable[[Array], Array] = nn.gelu
     dtype: DTypeLike | None = None
+    bias: bool = True
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        y = self.act(nn.Dense(self.width, dtype=self.dtype)(x))
-        return nn.Dense(x.shape[-1], dtype=self.dtype)(y)
+        dense = functools.partial(nn.Dense, use_bias=self.bias, dtype=self.dtype)
+        return dense(x.shape[-1])(self.act(dense(self.width)(x)))
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each after a LayerNorm and with a shortcut."""
+    """Attention and an MLP with shortcuts, and LayerNorms before or after them."""
 
     heads: int
     causal: bool = False
     act: Callable[[Array], Array] = nn.gelu
     dtype: DTypeLike | None = None
     fused: str = ""
+    bias: bool = True
+    separate: bool = False
+    post_norm: bool = False
+    dropout: float = 0.0
 
     @nn.compact
     def __call__(self, x: Array, _: Any = None) -> tuple[Array, None]:
-        norm = functools.partial(nn.LayerNorm, dtype=self.dtype)
-        options = {"dtype": self.dtype, "fused": self.fused}
-        x = x + Attention(self.heads, self.causal, **options)(norm()(x))
-        x = x + MLP(4 * x.shape[-1], self.act, self.dtype)(norm()(x))
+        options = {"dtype": self.dtype, "bias": self.bias}
+        attention = {"fused": self.fused, "separate": self.separate} | options
+        layers = [
+            Attention(self.heads, self.causal, **attention),
+            MLP(4 * x.shape[-1], self.act, **options),
+        ]
+        for layer in layers:
+            norm = nn.LayerNorm(dtype=self.dtype)
+            y = layer(x if self.post_norm else norm(x))
+            x = x + nn.Dropout(self.dropout, deterministic=False)(y)
+            x = norm(x) if self.post_norm else x
         return x, None
 
 
@@ -92,6 +111,7 @@ class GPT2(nn.Module):
     dtype: DTypeLike | None = None
     heads: int = 12
     fused: str = ""
+    variant: Mapping[str, Any] = FrozenDict()  # more options of the blocks
 
     @nn.compact
     def __call__(self, tokens: Array) -> Array:
@@ -99,14 +119,15 @@ class GPT2(nn.Module):
         embed = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)
         places = nn.Embed(length, self.width, dtype=self.dtype, name="places")
         x = embed(tokens) + places(jnp.arange(length))
-        block, args = Block, (self.heads, True, nn.gelu, self.dtype, self.fused)
+        args = (self.heads, True, nn.gelu, self.dtype, self.fused)
+        block = functools.partial(Block, **self.variant)
         if self.scan:
             axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
             block = nn.scan(nn.remat(Block), **axes, length=self.depth)
             x, _ = block(*args)(x, None)
         else:
             for _ in range(self.depth):
-                x, _ = Block(*args)(x)
+                x, _ = block(*args)(x)
         return embed.attend(nn.LayerNorm(dtype=self.dtype)(x))
 
 
@@ -116,19 +137,29 @@ class ViT(nn.Module):
     depth: int = 4
     width: int = 768
     dtype: DTypeLike | None = None
+    heads: int = 12
+    by_matmul: bool = False  # whether a matmul embeds the patches
+    variant: Mapping[str, Any] = FrozenDict()  # more options of the blocks
 
     @nn.compact
     def __call__(self, images: Array) -> Array:
         batch, init = len(images), nn.initializers.normal(0.02)
-        x = nn.Conv(self.width, (16, 16), (16, 16), dtype=self.dtype)(images)
-        x = x.reshape(batch, -1, self.width)
+        if self.by_matmul:
+            side = images.shape[1] // 16
+            patches = images.reshape(batch, side, 16, side, 16, 3).swapaxes(2, 3)
+            patches = patches.reshape(batch, side * side, -1)
+            x = nn.Dense(self.width, dtype=self.dtype)(patches)
+        else:
+            x = nn.Conv(self.width, (16, 16), (16, 16), dtype=self.dtype)(images)
+            x = x.reshape(batch, -1, self.width)
         token = self.param("token", nn.initializers.zeros, (1, 1, self.width))
         token = jnp.broadcast_to(token.astype(x.dtype), (batch, 1, self.width))
         x = jnp.concatenate([token, x], axis=1)
         places = self.param("places", init, (1, *x.shape[1:]))
         x = x + places.astype(x.dtype)
         for _ in range(self.depth):
-            x, _ = Block(12, act=exact_gelu, dtype=self.dtype)(x)
+            options = {"act": exact_gelu, "dtype": self.dtype} | dict(self.variant)
+            x, _ = Block(self.heads, **options)(x)
         x = nn.LayerNorm(dtype=self.dtype)(x)
         return nn.Dense(1000, dtype=self.dtype)(x[:, 0])
 
@@ -136,18 +167,22 @@ class ViT(nn.Module):
 class BERT(nn.Module):
     """Norms after the shortcuts, dropout everywhere, a head on tied embeddings."""
 
+    depth: int = 4
     dtype: DTypeLike | None = None
+    heads: int = 12
+    dropout: float = 0.1
 
     @nn.compact
     def __call__(self, tokens: Array) -> Array:
         norm = functools.partial(nn.LayerNorm, dtype=self.dtype)
-        drop = functools.partial(nn.Dropout, 0.1, deterministic=False)
+        drop = functools.partial(nn.Dropout, self.dropout, deterministic=False)
         embed = nn.Embed(VOCABULARY, WIDTH, dtype=self.dtype)
         places = nn.Embed(512, WIDTH, dtype=self.dtype, name="places")
         x = embed(tokens) + places(jnp.arange(tokens.shape[1]))
         x = drop()(norm()(x))
-        for _ in range(4):
-            x = norm()(x + drop()(Attention(12, False, 0.1, self.dtype)(x)))
+        for _ in range(self.depth):
+            attention = Attention(self.heads, False, self.dropout, self.dtype)
+            x = norm()(x + drop()(attention(x)))
             x = norm()(x + drop()(MLP(3072, exact_gelu, self.dtype)(x)))
         x = norm()(exact_gelu(nn.Dense(WIDTH, dtype=self.dtype)(x)))
         bias = self.param("bias", nn.initializers.zeros, (VOCABULARY,))
