@@ -144,7 +144,7 @@ def _compare_steps(
     losses = [float(np.asarray(side.results[0].array, np.float32)) for side in sides]
     if not math.isfinite(losses[1]):
         raise FloatingPointError(
-            f"The loss is {losses[1]} at {names[1]}, the level that counts as right. "
+            f"The loss is {losses[1]} at {names[1]}, which is to be the right level. "
             "First find the operation, with a state at that level: "
             "`print(jamp.diagnostics.locate(loss_fn)(state, *args))`."
         )

@@ -60,7 +60,7 @@ def check_fresh(model: nnx.Module) -> None:
     """Raises if `initialize` has patched the model already."""
     if hasattr(model, _PROPERTIES):
         raise ValueError(
-            "jamp.nnx.initialize has already changed the model, at "
+            "jamp.nnx.initialize has changed the model already, at "
             f"{getattr(model, _PROPERTIES).opt_level}. Pass a fresh one, or "
             "initialize all optimizers in one call."
         )
