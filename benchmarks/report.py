@@ -1,6 +1,6 @@
-"""Write benchmarks/results/README.md from the files in the same folder.
+"""Write the pages of benchmarks/results from the files in this folder.
 
-    python -m benchmarks.report                     # rewrites the page
+    python -m benchmarks.report                     # rewrites the pages
     python -m benchmarks.report --gpu $OUT/gpu.json # prints the tables of one run
 
 Every ratio compares two figures of one run.
@@ -33,7 +33,9 @@ after the runs below.
 """
 TRAINED = ["training step", "ms", "tokens/s", "MFU", "GB"]
 TRAINED += ["predicted floor, ms", "predicted ms", "predicted GB"]
-ABLATIONS = """`python -m benchmarks.ablations` switches off one mechanism of autocast
+ABLATIONS = """# Autocast without each mechanism
+
+`python -m benchmarks.ablations` switches off one mechanism of autocast
 and compiles the step for an H200. The figures are the extra bytes and temporary memory,
 as shares of those by hand. The last column has the steps whose program does not change,
 and those whose figures change by at most 0.2 % and 1 %. A step that is in neither
@@ -42,7 +44,8 @@ mechanisms without bytes save.
 
 """
 LEAN = """`python -m benchmarks.lean` counts bytes moved and temporary memory, relative
-to the same model with `dtype=bfloat16`. O6 is relative to O5.
+to the same model with `dtype=bfloat16`. O6 is relative to O5. `ablations.md` in this
+folder shows the steps without each mechanism of autocast.
 
 """
 
@@ -128,7 +131,7 @@ def peers() -> str:
 
 
 def page() -> str:
-    from benchmarks import ablations, convergence, fp8, lean, rounding
+    from benchmarks import convergence, fp8, lean, rounding
 
     runs = [json.loads(p.read_text()) for p in sorted(FOLDER.glob("gpu_*.json"))]
     sections = {
@@ -140,11 +143,15 @@ def page() -> str:
         + rounding.table(rounding.read()),
         "With matmuls in fp8": "`python -m benchmarks.fp8`\n\n" + fp8.table(fp8.read()),
         "Autocast beside half by hand": LEAN + lean.table(lean.read()),
-        "Autocast without each mechanism": ABLATIONS
-        + ablations.table(ablations.read()),
     }
     parts = [f"## {title}\n\n{text}\n" for title, text in sections.items()]
     return "\n".join([HEAD, *parts])
+
+
+def ablations_page() -> str:
+    from benchmarks import ablations
+
+    return ABLATIONS + ablations.table(ablations.read()) + "\n"
 
 
 def main() -> None:
@@ -155,6 +162,7 @@ def main() -> None:
         print(gpu_run(json.loads(file.read_text())))
     else:
         (FOLDER / "README.md").write_text(page())
+        (FOLDER / "ablations.md").write_text(ablations_page())
 
 
 if __name__ == "__main__":
