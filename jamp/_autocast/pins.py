@@ -1,6 +1,6 @@
 """Makes the backward pass of a checkpoint compute float32 values again.
 
-    y = pin x      forward, this is `y = x`; backward, a barrier
+    y = residual x      forward, this is `y = x`; backward, a barrier
 
 XLA keeps the float32 values of a forward pass if the backward pass computes the same
 values from the same residuals. Behind a barrier, a residual is a different value.
@@ -63,7 +63,7 @@ def _derivative(primals: Any, tangents: Any, backward: bool) -> tuple[Array, Any
     return _pin.bind(*primals, backward=backward), *tangents
 
 
-_pin = Primitive("pin")
+_pin = Primitive("residual")  # JAX has a primitive named `pin`
 _pin.def_impl(lambda x, backward: x)
 _pin.def_abstract_eval(lambda x, backward: x)
 ad.primitive_jvps[_pin] = _derivative

@@ -23,7 +23,7 @@ type Array = jax.Array | np.ndarray
 
 _MOST_TRIPS = 100_000  # a while loop may never end on values that XLA would fuse
 # Equations that return their operands, and only set types or schedules.
-_MARKS = ("optimization_barrier", "apart", "pin", "repeated", "pvary")
+_MARKS = ("optimization_barrier", "apart", "residual", "repeated", "pvary")
 
 
 @dataclasses.dataclass(eq=False, slots=True)
