@@ -4,7 +4,7 @@ O6 is little more than O5, of five of them. `fused_adam` is as lean as `optax.ad
 
 `benchmarks.lean` says what is compared, and prints it; here are the bounds. In a run of
 the suite two architectures are a sample, for each takes 20 seconds; `make budgets`
-compiles them all, and `make tpu` five for a TPU v5e, in a quarter of an hour.
+compiles them all, and `make tpu` compiles ten for a TPU v5e, in a quarter of an hour.
 """
 
 from typing import NamedTuple
@@ -56,11 +56,27 @@ ON_TPU = {
     "O5": Bound(1.02, 1.02),
 }
 EXCEPTIONS_ON_TPU = {
-    ("vit", "widest"): Bound(1.13, 1.16),  # 1.12 and 1.15
+    # The class token is float32, so the stream is float32.
+    ("vit", "widest"): Bound(1.03, 1.12),  # 1.015 and 1.110
+    ("llama", "widest"): Bound(1.10, 1.14),  # 1.089 and 1.128
     # Fewer live bytes than by hand, which XLA packs less tightly: 1.031.
     ("llama", "O5"): Bound(1.02, 1.04),
+    ("gpt2-wide", "widest"): Bound(1.15, 1.06),  # 1.137 and 1.046
+    ("vit-plain", "widest"): Bound(1.15, 1.26),  # 1.135 and 1.241
+    ("vit-plain", "narrowest"): Bound(1.02, 1.09),  # 0.943 and 1.075
+    ("vit-plain", "O5"): Bound(1.02, 1.09),  # 0.919 and 1.076
+    # XLA computes an exact gelu by hand inside each matmul that reads it. Behind a
+    # barrier it stores the gelu.
+    ("bert-sure", "widest"): Bound(1.15, 1.31),  # 1.138 and 1.294
+    ("bert-sure", "narrowest"): Bound(1.18, 1.15),  # 1.167 and 1.133
+    ("bert-sure", "O5"): Bound(1.13, 1.16),  # 1.121 and 1.143
+    # It also stores the float32 scores before a dropout of attention weights.
+    ("bert-heads", "widest"): Bound(1.12, 1.58),  # 1.106 and 1.569
+    ("bert-heads", "narrowest"): Bound(1.12, 1.40),  # 1.102 and 1.388
+    ("bert-heads", "O5"): Bound(1.10, 1.40),  # 1.083 and 1.379
 }
-TPU_NAMES = ("gpt2", "vit", "llama", "unet", "resnet50")
+WORST = ("gpt2-wide", "vit-plain", "bert-sure", "bert-heads")  # of `lean.VARIANTS`
+TPU_NAMES = ("gpt2", "vit", "llama", "unet", "resnet50", "mixer", *WORST)
 SAMPLE = [("gpt2", "widest"), ("vit", "O5")]
 IN_FP8 = ("gpt2", "gpt2-scan", "llama", "vit", "bert")
 ALL = [(name, mode) for name in lean.CASES for mode in lean.MODES if mode != "O6"]
