@@ -12,13 +12,13 @@ is a barrier for one residual.
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import jax
 from jax import Array
 from jax.extend import core as jc
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 from jamp._autocast.jax_internals import at_place
+from jamp._autocast.sums import lower_barrier
 
 
 def with_pins(
@@ -56,7 +56,7 @@ def _split(
 
 
 def _lower(ctx: Any, x: Any, backward: bool) -> Any:
-    return _barrier(ctx, x) if backward else [x]
+    return lower_barrier(ctx, x) if backward else [x]
 
 
 def _derivative(primals: Any, tangents: Any, backward: bool) -> tuple[Array, Any]:
@@ -68,6 +68,5 @@ _pin.def_impl(lambda x, backward: x)
 _pin.def_abstract_eval(lambda x, backward: x)
 ad.primitive_jvps[_pin] = _derivative
 batching.defvectorized(_pin)
-_barrier = mlir.lower_fun(jax.lax.optimization_barrier, multiple_results=False)
 mlir.register_lowering(_pin, _lower)
 partial_eval.partial_eval_jaxpr_custom_rules[_pin] = _split

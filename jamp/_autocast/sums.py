@@ -89,9 +89,9 @@ _apart.def_abstract_eval(lambda x: x)
 ad.deflinear2(_apart, lambda cotangent, _: [apart(cotangent)])
 batching.defvectorized(_apart)
 mlir.register_lowering(_apart, lambda _, x: [x])
-_barrier = mlir.lower_fun(jax.lax.optimization_barrier, multiple_results=False)
+lower_barrier = mlir.lower_fun(jax.lax.optimization_barrier, multiple_results=False)
 for _gpu in ("cuda", "rocm"):
-    mlir.register_lowering(_apart, _barrier, platform=_gpu)
+    mlir.register_lowering(_apart, lower_barrier, platform=_gpu)
 
 
 @functools.lru_cache(maxsize=256)
