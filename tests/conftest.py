@@ -97,7 +97,7 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def pytest_collection_finish():
-    """Collects garbage rarely: tracing makes little, and 7 % of its time went there."""
+    """Collects garbage rarely: it took 7 % of the tracing time and freed little."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)

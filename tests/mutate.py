@@ -1,9 +1,8 @@
-"""Do tests die of wrong code? `make mutate` changes a module and runs its tests.
+"""Count the changes of a module that its tests detect: `make mutate`.
 
-A mutant has one comparison, operator, constant or statement changed. It lives in the
-memory of one process, a fork of this one, and no file is touched. A seed draws the
-mutants: a run can be repeated. The tests of a module are those in the folder that
-mirrors its package; the file that bears its name runs first.
+A mutant differs in one comparison, operator, constant or statement. It runs in a fork of
+this process, so no file changes. The seed determines the mutants. The tests of a module
+are in the folder that mirrors its package. The file named after the module runs first.
 """
 
 import argparse
@@ -36,9 +35,9 @@ for one, other in (map(ast.__dict__.get, p.split()) for p in PAIRS.split(", ")):
 
 
 def changes(node: Any) -> Iterator[tuple[Any, str, Callable[[], None]]]:
-    """Yields what can be changed from a node down, how, and a function that does it.
+    """Yields each node below that can change, how, and a function that changes it.
 
-    Types and words stay.
+    Annotations and strings do not change.
     """
     if isinstance(node, ast.JoinedStr) or ast.unparse(node).startswith(NEVER_RUN):
         return
@@ -58,7 +57,7 @@ def changes(node: Any) -> Iterator[tuple[Any, str, Callable[[], None]]]:
             yield node, "op", put("op", SWAPS[type(op)]())
         case ast.Constant(value=bool() | int() | float() as x):
             yield node, "value", put("value", (not x) if x in (0, 1) else x + 1)
-        case ast.UnaryOp():  # done twice, it is undone
+        case ast.UnaryOp():  # two negations cancel
             yield node, "op", put("operand", ast.UnaryOp(node.op, node.operand))
         case ast.If() | ast.IfExp():
             yield node, "test", put("test", ast.UnaryOp(ast.Not(), node.test))
@@ -71,7 +70,7 @@ def changes(node: Any) -> Iterator[tuple[Any, str, Callable[[], None]]]:
 
 
 def mutants(source: str, count: int, seed: int) -> Iterator[tuple[Any, str]]:
-    """Yields up to `count` changed trees, and what was changed in each."""
+    """Yields up to `count` changed trees, each with a description of the change."""
     sites = len(list(changes(ast.parse(source))))
     for k in random.Random(seed).sample(range(sites), min(count, sites)):
         tree = ast.parse(source)
@@ -97,7 +96,7 @@ class _Loader(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def dies(file: pathlib.Path, tree: Any, tests: list[str], limit: int) -> bool:
-    """Whether tests fail, or take more CPU seconds than the limit."""
+    """Returns whether tests fail or take more CPU seconds than the limit."""
     if not (child := os.fork()):
         resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -110,13 +109,13 @@ def dies(file: pathlib.Path, tree: Any, tests: list[str], limit: int) -> bool:
     return os.waitpid(child, 0)[1] != 0
 
 
-# By package, the folders of tests that do not bear its name.
+# The test folders of packages whose folder has another name.
 FOLDERS = {"_fp8": ["autocast"], "jamp": ["state"]}
 FOLDERS["pallas_kernels"] = FOLDERS["mosaic"] = ["pallas_kernels", "optimizers"]
 
 
 def tests_of(file: pathlib.Path) -> list[str]:
-    """The files in the folders of tests that mirror a module's package."""
+    """Returns the test files of a module's package, the module's own file first."""
     first, *inner, name = file.relative_to(ROOT).with_suffix("").parts
     package = inner[0] if inner else first
     folders = FOLDERS.get(package, [package.strip("_")])
@@ -129,8 +128,8 @@ def tests_of(file: pathlib.Path) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("modules", nargs="*", help="parts of their paths; or all")
-    parser.add_argument("-n", type=int, default=30, help="mutants of each")
+    parser.add_argument("modules", nargs="*", help="parts of paths; default: all")
+    parser.add_argument("-n", type=int, default=30, help="mutants per module")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     print(f"{datetime.date.today()}, JAX {jax.__version__}, {' '.join(sys.argv[1:])}")

@@ -1,7 +1,7 @@
 """List every public name with its parameters and public members.
 
 `python -m tests.surface > tests/public_surface.txt` writes the list that a test reads.
-Types are not in it: `tests/project/test_types.py` has pyright look at them.
+It omits types, which `tests/project/test_types.py` checks with pyright.
 """
 
 import importlib
@@ -14,7 +14,7 @@ ROOMS = ("", "diagnostics", "fp16_utils", "nnx", "optimizers")
 
 
 def lines() -> Iterator[str]:
-    """Returns a line per name, and one per public method and property of a class."""
+    """Yields a line per name, and one per public method and property of a class."""
     for room in ROOMS:
         module = importlib.import_module(f"jamp.{room}".rstrip("."))
         for name in sorted(public(module)):

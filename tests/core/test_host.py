@@ -1,4 +1,4 @@
-"""On the host: transfer guards, the lines of warnings, print and pickle."""
+"""Test transfer guards, the lines of warnings, print and pickle."""
 
 import pickle
 import warnings
@@ -26,7 +26,7 @@ def loss_fn(params, x):
 
 
 def run(level, tx):
-    """Calls everything that a program calls outside of a jitted step."""
+    """Calls every function that a program calls outside a jitted step."""
     state = jamp.initialize(PARAMS, tx, level, **QUIET)
     loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, X)
     state = state.apply_gradients(grads=grads)
@@ -55,7 +55,7 @@ def test_a_transfer_guard_stops_none_of_our_constants(level):
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_it_guards_the_loss_and_the_optimizer_of_the_user(level):
-    """As it does in plain JAX, whose `jax.value_and_grad` raises as well."""
+    """Plain `jax.value_and_grad` raises as well."""
     numpy = np.asarray(X)
     ids = np.asarray([0, 1])  # a batch of tokens, which autocast does not trace
     state = make(level)
@@ -99,7 +99,7 @@ WARNINGS = {
 
 @pytest.mark.parametrize("message", WARNINGS)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_a_warning_is_of_the_line_that_called(message, wrap):
+def test_a_warning_names_the_line_of_the_call(message, wrap):
     state = make()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -21,7 +21,7 @@ PATTERNS = st.lists(st.integers(0, 2**32 - 1), min_size=4, max_size=4)
 
 
 def from_bits(shape, patterns):
-    """Any float32 number: subnormal, inf, or a NaN with its payload."""
+    """Returns any float32 numbers, including subnormals, inf and NaN payloads."""
     words = np.array(patterns, np.uint32)[: np.prod(shape, dtype=int)]
     return words.view(np.float32).reshape(shape)
 
@@ -33,7 +33,6 @@ OTHERS = st.sampled_from(
 
 
 def trees(leaves):
-    """Dicts, lists, tuples, named tuples and frozen dicts of leaves."""
     names = st.sampled_from(["w", "kernel", "a b", "é"])
     return st.recursive(
         leaves,
@@ -49,7 +48,7 @@ def trees(leaves):
 
 
 def rounded(x, half):
-    """To nearest even, and no further than to the largest number."""
+    """Rounds to nearest even, clipped to the largest number."""
     largest = np.float32(ml_dtypes.finfo(half).max)
     with np.errstate(all="ignore"):
         return np.clip(x, -largest, largest).astype(half)

@@ -1,4 +1,4 @@
-"""What `import jamp` checks about its environment, and where pyproject.toml agrees."""
+"""Test that `import jamp` checks its environment, as pyproject.toml says."""
 
 import tomllib
 
@@ -33,7 +33,7 @@ def test_pyproject_has_the_same_bounds_and_no_version_of_its_own():
     assert jamp.__version__.count(".") == 2
 
 
-def test_the_other_jamp_is_warned_of(tmp_path, monkeypatch):
+def test_the_other_jamp_raises_a_warning(tmp_path, monkeypatch):
     folder = tmp_path / "jamp-0.0.6.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Name: jamp\nVersion: 0.0.6\n")

@@ -13,7 +13,7 @@ W, X = jnp.full((2, 1), 2.0), jnp.full((4, 2), 2.5)  # x @ w is 10
 
 
 def run(fn, *args):
-    """Primitive and dtype of each operation of `fn` under autocast."""
+    """Returns the primitive and dtype of each operation of `fn` under autocast."""
     return [(op.primitive, op.dtype) for op in jamp.explain(fn)(*args).operations]
 
 

@@ -58,7 +58,7 @@ def test_both_processes_say_that_they_have_the_same(printed, folder):
 def test_one_process_goes_on_where_two_have_stopped(printed, folder):
     split = launched(folder, "--resume", "--fsdp", "--steps", "4")
     assert len(SAYS.findall(split)) == 2
-    module = load("distributed", connect=lambda: None)  # it looks for no others
+    module = load("distributed", connect=lambda: None)  # a single process
 
     def alone(*flags):
         return module.main([*flags, "--plot", str(folder / "alone.png")])

@@ -1,7 +1,7 @@
 """fp8 matmuls in float64 NumPy, from the definition of the formats.
 
-"FP8 Formats for Deep Learning", arXiv 2209.05433, table 1; e4m3 is that without
-infinities (e4m3fn), whose largest number is 448.
+"FP8 Formats for Deep Learning", arXiv 2209.05433, table 1. E4M3 is the variant without
+infinities (e4m3fn).
 """
 
 from typing import Any

@@ -1,8 +1,7 @@
 """apex's fused optimizers, and LARC, in NumPy float64, from apex_semantics 8.
 
-Imports neither JAX nor the library. A tree is a list of arrays. Each oracle says what
-happens to one leaf, and yields a `Result` after each of the steps, the skipped ones
-included.
+Imports neither JAX nor jamp. A tree is a list of arrays. Each oracle yields a `Result`
+after every step, skipped or not.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,31 +23,30 @@ class Result(NamedTuple):
 
 
 def float64(leaves: Leaves) -> list[np.ndarray]:
-    """The leaves, widened."""
     return [np.asarray(x, np.float64) for x in leaves]
 
 
 def unscaled_steps(
     grads: Iterable[Leaves], grad_scale: float, skip: Sequence[bool] | None
 ) -> Iterator[list[np.ndarray] | None]:
-    """The gradients of each step, divided by the scale; None for a skipped step."""
+    """Yields the gradients of each step over the scale, or None for a skipped step."""
     skipped = repeat(False) if skip is None else skip
     for now, skips in zip(grads, skipped, strict=skip is not None):
         yield None if skips else [g / grad_scale for g in float64(now)]
 
 
 def rate(learning_rate: LearningRate, count: int) -> float:
-    """The learning rate after `count` steps, skipped ones not counted."""
+    """Returns the learning rate after `count` steps that were not skipped."""
     return learning_rate(count) if callable(learning_rate) else learning_rate
 
 
 def norm(x: np.ndarray) -> np.float64:
-    """The 2-norm of one leaf; 0 for an empty one."""
+    """Returns the 2-norm of one leaf, 0 if it is empty."""
     return np.linalg.norm(np.ravel(x))
 
 
 def global_norm(leaves: Leaves) -> np.float64:
-    """The 2-norm of all leaves together."""
+    """Returns the 2-norm of all leaves together."""
     return norm([norm(x) for x in leaves])
 
 
@@ -66,8 +64,8 @@ def _run(
 ) -> Iterator[Result]:
     """Steps every leaf by `leaf(t, lr, wd, g, p, *fields) -> (p, *fields)`.
 
-    Step t counts from 1, and only those that are taken. `fields` make a state's fields
-    for a leaf. `divisor`, of all gradients together, is what they are divided by.
+    `t` counts the steps that are not skipped, from 1. `fields` create the state of a
+    leaf. `divisor` maps all gradients to the number that divides them.
     """
     p = float64(params)
     state = [[make(x) for make in fields.values()] for x in p]
@@ -302,7 +300,7 @@ def larc(
         return (g + wd * p) * a
 
     def adapted() -> Iterator[list[np.ndarray] | None]:
-        # `inner` takes a step's gradients after the last step's parameters.
+        # `inner` requests a step's gradients after it yields the previous params.
         nonlocal count
         for g in unscaled_steps(grads, grad_scale, skip):
             if g is not None:

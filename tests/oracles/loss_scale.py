@@ -1,7 +1,7 @@
 """Dynamic loss scaling in plain Python, from apex_semantics 5.4 and 5.6.
 
-Imports neither JAX nor the library. Floats are rounded to IEEE single precision after
-each operation by a trip through `struct`.
+Imports neither JAX nor jamp. Each operation rounds to IEEE single precision through
+`struct`.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ def init(rule: Rule) -> State:
 
 
 def update(rule: Rule, state: State, finite: bool) -> State:
-    """One backward pass has ended; were all of its gradients finite?"""
+    """Returns the state after a backward pass."""
     if not finite:
         return _after_overflow(rule, state)
     scale, unskipped = state.scale, state.unskipped + 1

@@ -1,8 +1,8 @@
 """The hash of step, leaf and element, and stochastic rounding, in NumPy.
 
-Imports neither JAX nor the library. The hash is lowbias32 (github.com/skeeto/
-hash-prospector) of numbers that are added one after the other; the rounding is in
-float64, by the distances to the bfloat16 below and above.
+Imports neither JAX nor jamp. The hash is lowbias32 (github.com/skeeto/hash-prospector),
+to which the numbers are added one after the other. The rounding compares distances to
+the bfloat16 below and above, in float64.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ TWO_32 = 2**32
 
 
 def lowbias32(x: Any) -> np.ndarray:
-    """In 64 bits, so that no product wraps unseen."""
+    """Hashes in 64 bits, where no product wraps."""
     x = (np.asarray(x, np.uint64) + np.uint64(0x9E3779B9)) % TWO_32
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = x ^ x // np.uint64(2**shift)
@@ -31,9 +31,9 @@ def random_16(step: int, leaf: int, elements: np.ndarray, place: int) -> np.ndar
 
 
 def rounded(x: np.ndarray, random: np.ndarray) -> np.ndarray:
-    """A float32 as a bfloat16, in float64: away from zero if `random` is large enough.
+    """Rounds float32 to bfloat16, and returns float64.
 
-    It rounds up if the fraction above the bfloat16 below, plus `random`, reaches one.
+    It rounds away from zero if the discarded fraction plus `random` reaches one.
     """
     x = np.asarray(x, np.float32).astype(np.float64)
     largest = float.fromhex("0x1.fep127")

@@ -1,18 +1,18 @@
 """Run a float32 program as torch.autocast would, operation by operation.
 
-An interpreter of jaxprs by the rules of torch's CUDA lists
-(`aten/src/ATen/autocast_mode.h`), from which widest is to lose nothing:
+It interprets a jaxpr by torch's CUDA lists (`aten/src/ATen/autocast_mode.h`). jamp's
+`promote="widest"` must be as accurate.
 
-- A product casts float32 operands to half, sums in float32, and rounds its result once.
-  Copies of the program's inputs are cached, as torch caches copies of its leaves.
-- A vector that is broadcast over a product's result in an `add` is the bias of a linear
-  or a convolution: it is rounded to half, and so is the sum.
-- The float32 list, and functions that torch has on it by name, give float32 results.
-- All else runs in the widest dtype of its array operands. Python's scalars and 0-d
-  arrays do not promote. What torch has as one kernel computes in float32 inside, and
-  rounds once.
+- A matmul casts float32 operands to half, sums in float32, and rounds its result once.
+  Half copies of the program's inputs are cached, as torch caches copies of its leaves.
+- A vector that an `add` broadcasts over a matmul's result is the bias of a linear layer
+  or a convolution. The bias and the sum are rounded to half.
+- Operations on the float32 list, and functions named on it, return float32.
+- Every other operation runs in the widest dtype of its array operands. Python scalars
+  and 0-d arrays do not promote. One that torch runs as one kernel computes in float32
+  and rounds once.
 
-Derivatives need no rules: JAX differentiates the casts, too, and a cast's transpose
+Derivatives need no rules. JAX also differentiates the casts, and a cast's transpose
 rounds the cotangent as torch does.
 """
 
@@ -53,11 +53,11 @@ class Value(NamedTuple):
     """An array with torch's properties.
 
     Attributes:
-        array: in the dtype that it has.
-        votes: whether it promotes others: not if it has no axis.
-        python: whether it would be a Python number, which kernels take as float32.
-        product: whether it is a product's result.
-        vector: whether it is a vector that was broadcast.
+        array: the array, float32 or half.
+        votes: whether it promotes other operands. A 0-d array does not.
+        python: whether torch would have a Python number, which kernels read as float32.
+        product: whether it is the result of a matmul.
+        vector: whether it is a broadcast vector.
     """
 
     array: Any
@@ -109,7 +109,6 @@ class _Interpreter:
     # Programs.
 
     def run(self, jaxpr: Any, args: Sequence[Value]) -> list[Value]:
-        """Evaluates a program."""
         env: dict[Any, Value] = {}
 
         def read(atom):
@@ -128,7 +127,6 @@ class _Interpreter:
         return list(map(read, jaxpr.outvars))
 
     def equation(self, eqn: jc.JaxprEqn, ins: list[Value]) -> list[Value]:
-        """Evaluates an equation."""
         name = eqn.primitive.name
         inside = getattr(self, f"_{name}", None)
         if inside is not None:
@@ -216,7 +214,7 @@ class _Interpreter:
         return kept[1] if kept is not None else cast(x, self.half)
 
     def conversion(self, eqn: jc.JaxprEqn, value: Value) -> Value:
-        """An explicit one; from float32 to float32 there is none."""
+        """Evaluates a cast. A cast from float32 to float32 has no effect."""
         (atom,), (out,) = eqn.invars, eqn.outvars
         if is_float32(atom) and is_float32(out):
             return value
@@ -273,7 +271,7 @@ class _Interpreter:
     # Functions with custom derivatives.
 
     def _custom_jvp_call(self, eqn: jc.JaxprEqn, ins: list[Value]) -> list[Value]:
-        """Runs one kernel with its derivative in the dtypes of its parts."""
+        """Runs one kernel, whose results have the dtypes that its body returns."""
         program = eqn.params["call_jaxpr"]
         assert not products_of(program), "torch would cast inside"
         return self.one_kernel(eqn, ins, *_dtypes(lambda: self.run(program, ins)))

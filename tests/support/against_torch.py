@@ -1,7 +1,7 @@
-"""The errors of autocast and of torch's rules on random programs of layers.
+"""Compare the errors of autocast and of torch's rules on random programs of layers.
 
-An error is the median over draws of data, so that neither luck nor a pole decides. All
-run operation by operation; some programs are compiled as one, too, for both.
+An error is the median over draws of data, so that no outlier decides. Every program
+runs operation by operation. Some programs are also compiled whole.
 """
 
 import contextlib
@@ -21,19 +21,19 @@ from tests.support.random_layers import ACTIVATION, LAYERS, MAKERS, layer_progra
 from tests.support.random_programs import program
 from tests.support.small_programs import Program, normal
 
-DRAWS, MORE_DRAWS = 64, 1024  # the latter where a median of the former is beyond
-TIMES, OF_SCALE = 2, 1e-6  # torch's error
-WHOLE = 101  # one program in so many is compiled as one; odd, for both dtypes
-# What may cost digits, by the names of mechanisms: docs/autocast.md has them.
+DRAWS, MORE_DRAWS = 64, 1024  # more draws if the first median exceeds the bound
+TIMES, OF_SCALE = 2, 1e-6  # the bound is TIMES * torch's error + OF_SCALE
+WHOLE = 101  # compiles every 101st program whole; odd, to reach both dtypes
+# Mechanisms that may cost digits, as docs/autocast.md says.
 EXCEPTIONS = ("norms", "one cast", "islands")
-# Programs that are beyond the bound, and why.
+# Programs that exceed the bound, and why.
 EXPLAINED = {13003: "torch's rules round a tanh near 1 to 1, which it is in float64"}
 COTANGENT = normal(*ACTIVATION, scale=1 / 64)
 TAKEN = Program(lambda: None, MAKERS | {"dy": COTANGENT, "dz": COTANGENT})
 
 
 def beyond(seeds: Sequence[int]) -> list[tuple[int, float]]:
-    """The programs whose error is beyond the bound without the exceptions, too."""
+    """Returns the programs that exceed the bound even without the exceptions."""
     ratios = {seed: ratio(seed) for seed in seeds}
     left = [seed for seed in seeds if ratios[seed] > 1 and seed not in EXPLAINED]
     with contextlib.ExitStack() as stack:
@@ -46,7 +46,7 @@ def beyond(seeds: Sequence[int]) -> list[tuple[int, float]]:
 
 
 def ratio(seed: int, draws: int = DRAWS) -> float:
-    """The worst error of a program over the bound."""
+    """Returns a program's worst error divided by its bound."""
     steps, half = program(seed, tuple(LAYERS), most=6, depth=0), HALVES[seed % 2]
     fn, args = layer_program(seed, steps), data(draws)
     ours, torchs = jamp.autocast(fn, half), torch_autocast(fn, half)
@@ -60,15 +60,15 @@ def ratio(seed: int, draws: int = DRAWS) -> float:
     runs = (by_operation, as_one) if seed % WHOLE == 0 else (by_operation,)
     bounds = np.array([TIMES * errors(run(torchs, args)) + OF_SCALE for run in runs])
     found = np.array([errors(run(ours, args)) for run in runs])
-    # Where torch's rules overflow, any result of ours is within the bound.
+    # If torch's rules overflow, any result passes.
     return float((np.where(np.isinf(bounds), 0, found) / bounds).max())
 
 
 def by_operation(fn: Callable, args: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """For each result and each gradient, a row of its values in each draw.
+    """Returns, for each result and gradient, one row of values per draw.
 
-    JAX compiles an operation once for all programs of a process: to compile the many
-    small programs takes nearly all the time.
+    Compiling whole programs would take nearly all the time. JAX compiles an operation
+    once for all programs of a process.
     """
     with sums_in_float32(), jax.disable_jit():
         outs = jax.vmap(with_gradients(fn))(*args)
@@ -76,7 +76,7 @@ def by_operation(fn: Callable, args: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def as_one(fn: Callable, args: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The same, of a program that XLA fuses."""
+    """Returns the same rows from one program, which XLA fuses."""
     with sums_in_float32():
         outs = evaluate(jax.vmap(with_gradients(fn)), *args)
     return [rows(x, len(args[0])) for x in jax.tree.leaves(outs)]
@@ -89,7 +89,7 @@ def with_gradients(fn: Callable) -> Callable:
 
 @functools.cache
 def data(draws: int) -> list[np.ndarray]:
-    """The data of all programs, and two cotangents."""
+    """Returns the data of all programs and two cotangents, stacked over draws."""
     drawn = zip(*map(TAKEN.args, range(draws)), strict=True)
     return list(map(np.stack, drawn))
 

@@ -31,7 +31,7 @@ def assert_same_bits(a, b) -> None:
 def assert_rounded_alike(a, b, rtol=1e-6, atol=None) -> None:
     """Compares structures and dtypes exactly, and values within one rounding.
 
-    For two programs that XLA compiles separately: it may sum in another order.
+    XLA may sum in another order if it compiles two programs separately.
     """
     for x, y, where in _pairs(a, b):
         x, y = (np.asarray(z, np.float64) for z in (x, y))

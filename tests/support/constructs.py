@@ -1,8 +1,8 @@
-"""The constructs of JAX through which autocast must reach every matrix product.
+"""JAX's constructs, through which autocast must reach every matmul.
 
-A row of `TABLE` takes a transformation, `autocast` or none. It applies the
-transformation at one place, and gives a function of (8, 8) weights and inputs. A row of
-`AROUND` calls a given function inside of a construct.
+An entry of `TABLE` takes a transformation, such as `autocast`, and applies it at one
+place. It returns a function of (8, 8) weights and inputs. An entry of `AROUND` calls a
+given function inside a construct.
 """
 
 import functools
@@ -20,7 +20,7 @@ TABLE: dict[str, Callable[[Callable], Callable]] = {}
 
 
 def plain(fn):
-    """Enters a function of weights and inputs that is transformed as a whole."""
+    """Registers a function that is transformed as a whole."""
     TABLE[fn.__name__.strip("_")] = lambda cast: cast(fn)
     return fn
 
@@ -34,7 +34,7 @@ def heads(x: Array) -> Array:
 
 
 def repeat(body, x, over=None, **options):
-    """A scan whose body gives the next carry, and nothing else."""
+    """Runs a scan whose body returns only the next carry."""
     step = lambda c, x: (body(c, x), None)  # noqa: E731
     return lax.scan(step, x, over, **options)[0]
 
@@ -54,7 +54,7 @@ def first(tree):
 
 
 def zeros_of(fn):
-    """A function that gives zeros where `fn` gives its results."""
+    """Returns a function that returns zeros in the shapes of `fn`'s results."""
     return lambda *args: jax.tree.map(
         lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(fn, *args)
     )
@@ -77,7 +77,7 @@ def in_shard_map(fn):
     return jax.shard_map(fn, mesh=mesh, in_specs=P(), out_specs=P())
 
 
-# Ways to call a function of arrays, once.
+# Each calls a function of arrays once.
 AROUND = {
     "plain": lambda fn: fn,
     "jit": lambda fn: jax.jit(lambda *args: fn(*args)),
@@ -166,7 +166,7 @@ def shard_map(w, x):
     return jax.shard_map(body, mesh=mesh, **specs)(w, x)
 
 
-# ---- custom functions, whose derivatives are wrong by a factor: to ignore them shows
+# ---- custom derivatives, wrong by a factor so that ignoring them shows
 
 
 @jax.custom_jvp
@@ -238,4 +238,4 @@ def custom_vmap(w, x):
     return jax.vmap(fn, (None, 0))(w, x)
 
 
-FORWARD_ONLY = ("while_loop",)  # JAX has no reverse derivative of it
+FORWARD_ONLY = ("while_loop",)  # JAX cannot differentiate it in reverse

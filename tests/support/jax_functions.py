@@ -21,7 +21,7 @@ RNG = np.random.default_rng(0)
 
 
 def draw(*shape: int) -> np.ndarray:
-    """Between 0.1 and 0.9: most functions take that."""
+    """Draws from [0.1, 0.9], which most functions accept."""
     return RNG.uniform(0.1, 0.9, shape).astype(np.float32)
 
 
@@ -35,7 +35,7 @@ IDS = np.array([2, 0, 1])
 IMAGE, KERNEL = draw(2, 3, 5, 5), draw(4, 3, 3, 3)  # NCHW, OIHW
 KEY = jax.random.key(0)
 
-# A function is called with the first arguments that it takes.
+# Each function gets the first of these argument lists that it accepts.
 TRIED: list[tuple] = [
     *[(M,), (M, A), (M, A, B), (V,), (V, W), (M, 1), (M, 0), (M, (4, 4)), (M, IDS)],
     *[([M, A],), (V, W, U), (M, A, B, C), (M, A, B, A, C), (M, A, B, A, C, B)],
@@ -48,7 +48,7 @@ GATHER = lax.GatherDimensionNumbers((1,), (0,), (0,))
 SCATTER = lax.ScatterDimensionNumbers((1,), (0,), (0,))
 ROWS = np.array([[2], [0]])
 SPD = M @ M.T + np.eye(4, dtype=np.float32)
-# Functions that need other arguments, or a call of their own.
+# Functions that need other arguments or their own call.
 GIVEN: dict[str, tuple | Callable] = {
     "jnp.einsum": ("ij,kj->ik", M, A),
     "jnp.apply_along_axis": lambda x=M: jnp.apply_along_axis(jnp.cumsum, 0, x),
@@ -95,7 +95,7 @@ EXCLUDED = {"lax.create_token", "lax.rng_bit_generator", "lax.scaled_dot"}
 
 
 def functions() -> Iterator[tuple[str, Callable]]:
-    """All public functions of the modules, by a short name."""
+    """Yields all public functions of the modules, each with a short name."""
     modules = {m.__name__.removeprefix("jax."): m for m in (*MODULES, *SCIPY)}
     inner = vars(stats).items()
     modules |= {
@@ -121,7 +121,7 @@ def is_float32(x: Any) -> bool:
 
 @functools.cache
 def call_of(name: str) -> tuple[Callable, list] | None:
-    """A function of its float arrays alone, and these; None if none was found."""
+    """Returns a function of float arrays only and its arguments, or None."""
     given = GIVEN.get(name)
     if callable(given):
         defaults = given.__defaults__ or ()

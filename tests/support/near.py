@@ -1,4 +1,4 @@
-"""How far results are from those that are expected, in norm."""
+"""Measure relative errors in norm."""
 
 from typing import Any
 
@@ -7,13 +7,13 @@ import numpy as np
 
 
 def distance(got: Any, expected: Any, least: float = 0.0) -> float:
-    """The norm of the error over the expected norm, which is at least `least`."""
+    """Divides the error's norm by the expected norm, or by `least` if that is larger."""
     got, expected = (np.asarray(x, np.float64) for x in (got, expected))
     return np.linalg.norm(got - expected) / max(np.linalg.norm(expected), least)
 
 
 def assert_near(got: Any, expected: Any, most: float) -> None:
-    """Holds each leaf to the shape and dtype that are expected, and to an error."""
+    """Checks the shape, dtype and relative error of each leaf."""
 
     def check(path, got, expected):
         assert (got.shape, got.dtype) == (expected.shape, expected.dtype), path

@@ -40,7 +40,7 @@ def products_of(jaxpr: Jaxpr) -> list[Product]:
 
 
 def is_product(equation: JaxprEqn) -> bool:
-    """Returns whether it is a convolution, or a matmul with K > 1 and M N > 1."""
+    """Returns whether this is a convolution, or a matmul with K > 1 and M N > 1."""
     if equation.primitive.name != "dot_general":
         return equation.primitive.name in PRODUCTS
     (contracted, _), (batch, _) = equation.params["dimension_numbers"]

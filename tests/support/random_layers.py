@@ -1,7 +1,7 @@
-"""Random programs of whole layers, over data that half holds badly.
+"""Draw random programs of whole layers, over data that half precision holds badly.
 
-A layer takes an activation, a second one and the data; it gives an activation of their
-shape. It names no dtype: in float64 it is its own exact answer.
+A layer takes two activations and the data, and returns an activation of the same shape.
+No layer names a dtype, so its float64 run is the exact answer.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,14 +23,14 @@ PERIODS = 50 * 2.0 ** np.arange(SIZE)
 
 
 def offset(rng: np.random.Generator) -> np.ndarray:
-    """Small differences on top of a large number, as of temperatures in kelvin."""
+    """Draws small differences around a large mean, like temperatures in kelvin."""
     mean = 10 ** rng.uniform(2, 4) * rng.choice([-1, 1])
     scale = 10 ** rng.uniform(-1, 1)
     return (rng.normal(size=ACTIVATION) * scale + mean).astype(np.float32)
 
 
 def log_uniform(low: float, high: float, *shape: int):
-    """Normal numbers times a power of ten."""
+    """Draws normal numbers times a random power of ten."""
 
     def maker(rng):
         drawn = rng.normal(size=shape) * 10 ** rng.uniform(low, high)
@@ -192,7 +192,7 @@ def outer(a: Array, c: Array, d: Data) -> Array:
 
 
 def dropout(a: Array) -> Array:
-    # A mask drawn in float32: in float64 it would be another.
+    # Drawing in float64 would give another mask.
     noise = jax.random.uniform(jax.random.key(3), a.shape, jnp.float32)
     return jnp.where(noise < 0.8, a / 0.8, 0.0)
 
@@ -289,14 +289,14 @@ LAYERS = {
 
 
 def layer_program(seed: int, steps: Sequence[Step]) -> Callable[..., list[Array]]:
-    """A function of all data, which returns the results of the last two steps."""
+    """Returns a function from all data to the results of the last two steps."""
     start = STARTS[seed % len(STARTS)]
 
     def fn(*arrays):
         data = Data(**dict(zip(MAKERS, arrays, strict=True)))
         values = [data.x, getattr(data, start)]
         for step in steps:
-            # Mostly on the last value: a program is deep, not wide.
+            # Most steps use the last value, so that programs are deep.
             deep = step.left % 3
             a = values[-1] if deep else values[step.left % len(values)]
             c = values[step.right % len(values)]

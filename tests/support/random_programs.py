@@ -1,8 +1,8 @@
-"""Random programs for the fuzz tests: ops and control flow on a growing pool of values.
+"""Draw random programs for the fuzz tests: ops and control flow on a pool of values.
 
-All operations are continuous, and their values have a few units: rounding stays small.
-Integers depend on integers alone, and must be identical. This file has one function of
-each kind; test_sweep has all functions.
+All operations are continuous and return values of order 1, so rounding errors stay
+small. Integers depend only on integers and must be identical. This file has one
+function of each kind; test_sweep covers all functions.
 """
 
 import functools
@@ -26,7 +26,7 @@ class Step(NamedTuple):
 
 
 def run(steps: tuple[Step, ...], floats: list[Array], ints: list[Array]):
-    """Runs a program; returns all values of its pools."""
+    """Runs a program and returns all values of its two pools."""
     floats, ints = list(floats), list(ints)
     for step in steps:
         a, b = floats[step.left % len(floats)], floats[step.right % len(floats)]
@@ -43,16 +43,16 @@ def run(steps: tuple[Step, ...], floats: list[Array], ints: list[Array]):
 
 
 def inside(steps, b, ints, a):
-    """The steps as a function from a value to one of its shape and dtype."""
+    """Runs the steps on a value, and returns one of the same shape and dtype."""
     last = run(steps, [a, b], ints)[0][-1].astype(a.dtype)
     mixed = jnp.tanh(a @ square(b, a.shape[1]).astype(a.dtype) + last[0, 0])
-    if len(steps) % 2:  # now the body ends in a product, now in a sum
+    if len(steps) % 2:  # some bodies end in a tanh, others in a sum
         return mixed
     return (mixed / 2 + last.mean() / 4 + a / 2).astype(a.dtype)
 
 
 def square(b, size):
-    """A matrix of size x size that depends on `b`."""
+    """Returns a square matrix that depends on `b`."""
     row = fit(jnp.tanh(b), (size,))
     return jnp.outer(row, row) / size
 
@@ -63,7 +63,7 @@ def fit(b, shape):
 
 def pool(a, start, reduce):
     window, strides, padding = (1, 2), (1, 1), [(0, 0), (0, 1)]
-    start = a.dtype.type(start)  # a constant: JAX looks for the identity
+    start = a.dtype.type(start)  # JAX recognizes the identity only in a constant
     return lax.reduce_window(a, start, reduce, window, strides, padding)
 
 
@@ -136,7 +136,7 @@ def custom_vjp(body, a):
 
 
 def closed_vjp(body, a):
-    """Both passes close over an array, which a branch must not make: JAX raises."""
+    """Closes both passes over an array. JAX raises if a branch creates it."""
     scale = np.linspace(0.5, 1, a.shape[1]).astype(a.dtype)
     fn = jax.custom_vjp(lambda a: jnp.tanh(a @ square(scale, a.shape[1])))
     fn.defvjp(lambda a: (fn(a), a), lambda a, g: (g * jnp.cos(a) * scale,))
@@ -144,7 +144,7 @@ def closed_vjp(body, a):
 
 
 def slope(body, a):
-    """A gradient: what is differentiated once more is of second order."""
+    """Takes a gradient, so that the program's own derivatives are second order."""
     return jnp.tanh(jax.grad(lambda a: body(a).astype(jnp.float32).sum())(a))
 
 
@@ -200,7 +200,7 @@ FLOW = {
     )(a, jnp.arange(a.shape[0])),
     "named_axis": named_axis,
 }
-# The derivative of a kink is not continuous: inside of these there is none.
+# These contain no kinks, because the derivative of a kink is not continuous.
 DERIVATIVES = {
     "jvp": lambda body, a: jnp.tanh(jax.jvp(body, (a,), (a,))[1]),
     "grad": slope,
@@ -212,20 +212,20 @@ KINKS = {"relu", "max", "sort", "pool", "bfloat16", "noise", "select", "where", 
 SIMPLE = (*UNARY, *BINARY, *WITH_INTS, *ON_INTS)
 ALL = (*SIMPLE, *FLOW, *DERIVATIVES)
 
-# Each operation once, on a product.
+# Each operation once, on the result of a matmul.
 EVERY = (Step("gram", 0, 0), *(Step(op, 2, 1) for op in SIMPLE))
 
 
 def program(
     seed: int, ops: Sequence[str] = ALL, most: int = 3, depth: int = 2
 ) -> tuple[Step, ...]:
-    """The program of a seed: at most so many steps, and so many levels inside."""
+    """Draws a program of at most `most` steps, nested at most `depth` levels."""
     rng = random.Random(seed)
     return _steps(rng, ops, rng.randint(2, most), depth)
 
 
 def is_smooth(steps: Sequence[Step]) -> bool:
-    """Whether rounding changes its gradients little: nothing in it has a kink."""
+    """Returns whether no step has a kink, so that rounding changes gradients little."""
     return all(s.op not in KINKS and is_smooth(s.inside) for s in steps)
 
 

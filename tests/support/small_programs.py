@@ -1,7 +1,6 @@
-"""What people write, in small: programs whose digits autocast must keep.
+"""Small versions of programs that people write, whose digits autocast must keep.
 
-Each is a function of arrays, with a maker of its arguments. It names no dtype: in
-float64 it is its own exact answer.
+No program names a dtype, so its float64 run is the exact answer.
 """
 
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from jax import lax, nn
 
 
 class Program(NamedTuple):
-    """A function, and for each argument a function that draws it."""
+    """A function of arrays, and for each argument a function that draws it."""
 
     fn: Callable
     makers: dict[str, Callable[[np.random.Generator], np.ndarray]]
@@ -41,7 +40,7 @@ def ints(high: int, *shape: int):
 
 
 def program(**makers: Any):
-    """Enters a program. A shape stands for normal numbers, for a weight's if the name
+    """Registers a program. A shape draws normal numbers, as for a weight if the name
     begins with w."""
 
     def maker(name, made):
