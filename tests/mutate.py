@@ -1,8 +1,8 @@
 """Count the changes of a module that its tests detect: `make mutate`.
 
-A mutant differs in one comparison, operator, constant or statement. It runs in a fork of
-this process, so no file changes. The seed determines the mutants. The tests of a module
-are in the folder that mirrors its package. The file named after the module runs first.
+A mutant differs in one comparison, operator, constant or statement. It runs in a fork
+of this process, so no file changes. The seed determines the mutants. The tests of a
+module are in the folder that mirrors its package. The file named after it runs first.
 """
 
 import argparse

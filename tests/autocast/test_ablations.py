@@ -1,4 +1,4 @@
-"""Each mechanism of autocast can be switched off, and its example then differs."""
+"""Test that each mechanism of autocast changes the program of its example."""
 
 import re
 from collections.abc import Callable
@@ -33,13 +33,13 @@ def standardised(x):
 
 
 def activations(w, x):
-    """An activation that two products by weights read, and a third their sum."""
+    """Two matmuls by weights read an activation, and a third reads their sum."""
     y = x * w
     return jnp.tanh(y @ w + y @ w.T) @ w
 
 
 def rnn(w, v, xs):
-    """Two products of the carry, with weights that all steps share."""
+    """Multiplies the carry by two weights that all steps share."""
 
     def step(h, x):
         h = jnp.tanh(h @ w + h @ v + x)
@@ -49,7 +49,7 @@ def rnn(w, v, xs):
 
 
 def lstm(w, v, xs):
-    """The weights of two gates are joined in each step."""
+    """Concatenates the weights of two gates in each step."""
 
     def step(h, x):
         a, b = jnp.split(h @ jnp.concatenate([w, v], 1) + x.repeat(2, -1), 2, -1)
@@ -59,12 +59,12 @@ def lstm(w, v, xs):
 
 
 def blocks(ws, x):
-    """The carry is an activation: products read it."""
+    """Carries an activation, which matmuls read."""
     return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x @ ws[0], ws)[0]
 
 
 def summed(ws, x):
-    """Products are added up over the steps."""
+    """Sums matmuls over the steps."""
     step = lambda total, w: (total + x @ w, None)  # noqa: E731
     return lax.scan(step, jnp.zeros((4, 4)), ws)[0]
 
@@ -82,7 +82,7 @@ MATRIX, MATRICES = (4, 4), (3, 4, 4)
 SQUARE = jnp.eye(4)
 SQUARES = MATRIX, MATRIX
 NARROWEST = {"promote": "narrowest"}
-# By the mechanisms without which the example's program is another.
+# The keys name the mechanisms without which the program of the example changes.
 EXAMPLES = {
     "bias sums, biases, sum barrier": Example(
         lambda b, x, w: x @ w + b, ((4,), *SQUARES)
@@ -113,7 +113,7 @@ EXAMPLES = {
 
 
 def program(example: Example) -> str:
-    """The program of its gradients, without addresses."""
+    """Returns the program of the example's gradients, without addresses."""
     properties = jamp.Properties.from_opt_level(example.level, **example.options)
     written = jamp.cast_forward(example.fn, properties)
     first, *rest = (jax.ShapeDtypeStruct(s, jnp.float32) for s in example.shapes)
@@ -125,11 +125,11 @@ def program(example: Example) -> str:
     def step(*args):
         if not properties.fp8:
             return grad(*args)
-        return lax.map(lambda _: grad(*args), jnp.arange(2))  # of micro-batches
+        return lax.map(lambda _: grad(*args), jnp.arange(2))  # two micro-batches
 
     traced = jax.jit(step).trace(first, *rest)
     text = str(traced.jaxpr)
-    if properties.fp8:  # its primitive says how it quantizes when JAX lowers it
+    if properties.fp8:  # the primitive decides how to quantize when JAX lowers it
         text += traced.lower(lowering_platforms=("cuda",)).as_text()
     return re.sub(r"0x[0-9a-f]+", "", text)
 
@@ -146,7 +146,7 @@ def test_a_program_differs_without_its_mechanism(names):
 
 
 def bias_gradient():
-    """A sum of 4,096 numbers that bfloat16 holds."""
+    """Sums 4,096 numbers that bfloat16 holds exactly."""
     numbers = np.random.default_rng(0).integers(0, 2, (4096, 4)) + 1 / 64
     fn = lambda b, x: ((x @ SQUARE + b) * numbers).sum()  # noqa: E731
     grad = jax.jit(jax.grad(jamp.autocast(fn, "bfloat16")))
@@ -155,7 +155,7 @@ def bias_gradient():
 
 
 def quotient():
-    """1 / x ** 2 of an x that float16 holds overflows in float16."""
+    """Differentiates a ratio by x: float16 holds x, but 1 / x ** 2 overflows."""
     fn = lambda w, x: ((SQUARE @ x) / (SQUARE @ w)).sum()  # noqa: E731
     small = jnp.full((4, 4), 0.003)
     grad = jax.grad(jamp.autocast(fn, "float16"))(small, small)
@@ -164,7 +164,7 @@ def quotient():
 
 
 def norm():
-    """A layer norm of numbers that bfloat16 holds, and whose mean is 3."""
+    """Normalizes numbers that bfloat16 holds, around a mean of 3."""
     numbers = np.random.default_rng(0).integers(-64, 64, (64, 32)) / 64 + 3
     mean, var = (f(numbers, -1, keepdims=True) for f in (np.mean, np.var))
     fn = jamp.autocast(lambda x: standardised(x @ jnp.eye(32)), "bfloat16")
@@ -174,7 +174,7 @@ def norm():
 
 
 def scaled_exponential():
-    """A half param scales float32."""
+    """Scales a float32 value by a half param."""
     numbers = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
     fn = lambda scale, x: scale * jnp.exp(x) + scale  # noqa: E731
     written = jamp.cast_forward(fn, jamp.Properties.from_opt_level("O5"))
@@ -185,13 +185,13 @@ def scaled_exponential():
 
 
 def total():
-    """A loop adds 63 times 1/64 to 256."""
+    """Adds 1/64 to 256 in 63 trips of a loop."""
     ws = jnp.full((64, 4, 4), 1 / 64).at[0].set(256.0)
     got = jamp.autocast(summed, "bfloat16", promote="narrowest")(ws, SQUARE)
     return np.abs(np.asarray(got, float) / (256 + 63 / 64) - 1).max()
 
 
-# Errors relative to float64, by the mechanisms that save digits and not always bytes.
+# Each returns an error relative to float64, which a mechanism for accuracy keeps small.
 ERRORS = {
     "bias sums": bias_gradient,
     "ratios": quotient,

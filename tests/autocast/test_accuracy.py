@@ -1,4 +1,4 @@
-"""Norms and a softmax are as accurate as in float32."""
+"""Test that norms and a softmax are as accurate as in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,8 @@ def error(got, exact):
     return np.linalg.norm(np.asarray(got, np.float64) - exact)
 
 
-def test_what_is_the_same_along_a_row_of_a_softmax_cancels():
-    """Rounded probabilities do not sum to 1: all of `64 * (1 - sum)` was left."""
+def test_a_softmax_gradient_cancels_a_constant_along_a_row():
+    """If rounded probabilities do not sum to 1, `64 * (1 - sum)` remains."""
     scores = RNG.integers(-2, 3, (CLASSES, CLASSES)).astype(np.float64)
     values = 64 + RNG.integers(-1, 2, (CLASSES, 1)) / 2  # exact in bfloat16
 
@@ -65,7 +65,6 @@ def batch_norm(np, y):
     "norm", [rms_norm, layer_norm, layer_norm_in_one_pass, batch_norm]
 )
 def test_norms_of_large_activations(norm):
-    """Each is written for a namespace: NumPy in float64, and JAX."""
     exact = norm(np, IMAGES.astype(float) @ MIX.astype(float))
     assert np.abs(IMAGES @ MIX).max() > 256  # so that squares overflow
 
@@ -96,10 +95,10 @@ def test_norms_of_large_activations(norm):
 
 @pytest.mark.parametrize("half", HALVES)
 def test_a_call_reads_the_digits_that_its_caller_does(half):
-    """A norm's result, which a product reads too: `var` is a call, the mean is none."""
+    """A norm and a matmul read a value. JAX jits `var`, but not `mean`."""
 
     def norms(np, y):
-        spread = np.exp(np.arange(32.0) / 8)  # so that one layer differs from the next
+        spread = np.exp(np.arange(32.0) / 8)  # so that the second norm changes it
         normal = batch_norm(np, y) * spread
         mean, var = normal.mean(-1, keepdims=True), normal.var(-1, keepdims=True)
         return (normal - mean) / np.sqrt(var + 1e-5), normal

@@ -1,4 +1,4 @@
-"""Flash attention in Linen and NNX at each level, compiled for an H200."""
+"""Test flash attention in Linen and NNX at each level, compiled for an H200."""
 
 import collections
 import functools
@@ -26,12 +26,12 @@ HEADS_SHAPE = rf"{BATCH},(?:{LENGTH},\d|\d,{LENGTH}),{WIDTH // HEADS}"
 
 @pytest.fixture
 def with_cudnn(monkeypatch):
-    """A machine without a GPU has no cuDNN whose version JAX could ask for."""
+    """Pretends that cuDNN is installed, whose version JAX checks."""
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
 
 
 def fused(query, key, value, mask=None, **options):
-    """Attention for Flax's `attention_fn`, as the docs write it."""
+    """Computes attention for Flax's `attention_fn`, as the docs write it."""
     del options
     return jax.nn.dot_product_attention(
         query, key, value, mask=mask, implementation="cudnn"
@@ -40,7 +40,7 @@ def fused(query, key, value, mask=None, **options):
 
 @jamp.half_kernel
 def dropping(query, key, value, **options):
-    """The public function of JAX has no dropout, so this calls cuDNN's."""
+    """Calls cuDNN, because JAX's public function has no dropout."""
     del options
     return cudnn.dot_product_attention(query, key, value, dropout_rate=0.1)
 
@@ -83,7 +83,7 @@ LABELS = jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)
 
 def linen_step(level, option):
     model = Linen(option)
-    init = jamp.autocast(model.init)  # it calls the kernel, too
+    init = jamp.autocast(model.init)  # which also calls the kernel
     variables = jax.eval_shape(init, jax.random.key(0), X)
     begin = functools.partial(amp_init, model, tx=optax.sgd(0.1), level=level)
     return amp_step, jax.eval_shape(begin, variables)
@@ -121,8 +121,7 @@ CASES = (
 
 
 def attentions(program):
-    """The calls of cuDNN's attention, with the dtypes of the arrays of heads that each
-    reads and writes."""
+    """Returns the calls of cuDNN's attention, each with the dtypes of its arrays."""
     found = {}
     for i in program.entry.values():
         if name := i.attribute(r'custom_call_target="__cudnn\$fmha([^"]+)"'):
@@ -132,7 +131,7 @@ def attentions(program):
 
 
 def converted(program):
-    """How often a kernel that does nothing else converts each value."""
+    """Counts the kernels that only convert, for each value."""
     free = {"parameter", "convert", "bitcast", "copy", "transpose", "tuple"}
     counts = collections.Counter()
     for i in program.entry.values():
@@ -155,13 +154,12 @@ def test_a_step_calls_cudnn_in_half_and_converts_nothing_twice(case, with_cudnn)
     shapes = " ".join(i.shape for i in program.entry.values())
     assert not re.search(rf"f32\[{HEADS_SHAPE}\]", shapes)
     assert f"[{BATCH},{HEADS},{LENGTH},{LENGTH}]" not in shapes  # no scores
-    # The inputs and, next to float32 params, the kernels.
+    # XLA converts the inputs and the kernels of float32 params.
     counts = converted(program)
     assert counts and set(counts.values()) == {1}
 
 
 def attend(np, q, k, v, bias):
-    """Attention, by its formula."""
     scores = np.einsum("btnh,bsnh->bnts", q, k) / 2.0 + bias
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights = weights / weights.sum(-1, keepdims=True)
@@ -169,7 +167,7 @@ def attend(np, q, k, v, bias):
 
 
 @pytest.mark.parametrize("half", (jnp.float16, jnp.bfloat16), ids=str)
-def test_a_mask_beyond_half_leaves_a_row_of_nothing_else_finite(half, monkeypatch):
+def test_a_fully_masked_row_stays_finite(half, monkeypatch):
     def fake_cudnn(*operands, **options):
         assert {x.dtype for x in operands[:4]} == {jnp.dtype(half)}
         wide = [x.astype(jnp.float32) for x in operands[:4]]
@@ -177,7 +175,7 @@ def test_a_mask_beyond_half_leaves_a_row_of_nothing_else_finite(half, monkeypatc
 
     module, name = jax_internals.cudnn_attention()
     monkeypatch.setattr(module, name, fake_cudnn)
-    from jax.nn import dot_product_attention  # nobody can replace this name
+    from jax.nn import dot_product_attention  # a name that jamp cannot replace
 
     x = jnp.arange(24.0).reshape(1, 3, 2, 4) / 24
     bias = jnp.where(jnp.arange(3)[:, None] > jnp.arange(3), 0.0, -3.4e38)[None, None]
@@ -189,6 +187,6 @@ def test_a_mask_beyond_half_leaves_a_row_of_nothing_else_finite(half, monkeypatc
     x64, bias64 = np.asarray(x, np.float64), np.asarray(bias, np.float64)
     expected = attend(np, x64, x64, x64, bias64)[:, 1:]
     np.testing.assert_allclose(got[:, 1:], expected, atol=2 * jnp.finfo(half).eps)
-    # All is masked there: any weights will do.
+    # The first row is fully masked, so any weights are right.
     assert (got[:, 0] >= x.min(1)).all() and (got[:, 0] <= x.max(1)).all()
     assert getattr(module, name) is fake_cudnn

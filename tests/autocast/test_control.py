@@ -1,5 +1,4 @@
-"""How the user steers autocast: marks, lists, regions, the front end's options, and
-functions that are replaced while it traces: for its thread, no longer."""
+"""Test how users steer autocast: marks, lists, regions and registered functions."""
 
 import functools
 import gc
@@ -21,7 +20,7 @@ from tests.support.constructs import AROUND
 X = jnp.eye(4)
 HALF, FLOAT = "float16,float16", "float32,float32"
 LISTS = jamp.AutocastLists()
-INSIDE = 5  # seconds that one thread waits for the other, at most
+INSIDE = 5  # most seconds that one thread waits for the other
 
 
 def found(fn, **options):
@@ -33,7 +32,7 @@ def product(x):
 
 
 @pytest.mark.parametrize("name", ["plain", "jit", "scan", "cond"])
-def test_marks_reach_into_whatever_is_called_there(name):
+def test_marks_reach_into_jit_and_control_flow(name):
     inner = AROUND[name](product)
     marked = jamp.float_function(inner)
     assert found(lambda x: marked(x) @ x) == [FLOAT, HALF]
@@ -44,7 +43,7 @@ def test_marks_reach_into_whatever_is_called_there(name):
         return y @ x
 
     assert found(disabled) == [FLOAT, HALF]
-    # The same jitted function, outside again: the mark does not stick to it.
+    # The mark does not stick to the jitted function.
     assert found(lambda x: inner(x)) == [HALF]
 
 
@@ -63,7 +62,7 @@ def test_disable_casts_nests_and_survives_exceptions():
 
 def test_a_half_function_runs_in_half_what_the_lists_keep_in_float32():
     exponential = jamp.half_function(jnp.exp)
-    # exp(12) = 162754.79 is inf in float16, and the result says so.
+    # exp(12) = 162754.79 is inf in float16.
     assert exponential.__name__ == "exp"
     fns = jamp.autocast(exponential), jamp.autocast(jnp.exp), exponential
     assert [bool(jnp.isinf(fn(jnp.float32(12)))) for fn in fns] == [True, False, False]
@@ -95,7 +94,7 @@ PRECISIONS = {
     [(p, expected) for expected, ps in PRECISIONS.items() for p in ps],
     ids=lambda p: None if p in PRECISIONS else str(p).replace(" ", ""),
 )
-def test_a_precision_is_a_wish(precision, expected):
+def test_precision_selects_the_dtype_of_a_matmul(precision, expected):
     wish = functools.partial(jnp.matmul, precision=precision)
     assert found(lambda x: wish(x, x) @ x) == [expected, HALF]
     if isinstance(precision, str):
@@ -103,7 +102,7 @@ def test_a_precision_is_a_wish(precision, expected):
             assert found(product) == [expected]
 
 
-def test_a_precision_of_other_products():
+def test_precision_selects_the_dtype_of_other_products():
     for fn in (
         lambda x: lax.conv(x[None, None], x[None, None], (1, 1), "SAME", "highest"),
         lambda x: lax.ragged_dot(x, x[None], jnp.array([4]), precision="highest"),
@@ -127,8 +126,8 @@ def in_scopes(x):
         return y @ x
 
 
-# By name, lists, and what they make of the products in `net/head` and in `net`. The
-# last that matches decides, of whatever kind it is, and may return to the table.
+# Lists, and the dtypes that they give the matmuls in `net/head` and in `net`. The last
+# matching entry decides, whatever its kind.
 IN_SCOPES = {
     "scope": (LISTS.with_region("head", "float32"), [FLOAT, HALF]),
     "outer": (NET, [FLOAT, FLOAT]),
@@ -150,7 +149,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", IN_SCOPES | OTHERS)
-def test_what_decides(name):
+def test_which_rule_decides(name):
     lists, expected, fn = (*(IN_SCOPES | OTHERS)[name], in_scopes)[:3]
     with jax.enable_x64(name == "float64"):
         assert found(fn, lists=lists) == expected
@@ -194,7 +193,7 @@ def module():
 
 
 def calls(module):
-    """What looks a function up where the lists have it."""
+    """Returns a function that looks `product` up in its module."""
     return lambda x: module.product(x) @ x
 
 
@@ -203,7 +202,7 @@ def lists(module):
     return LISTS.register_float_function(module, "product")
 
 
-def test_of_one_function_registered_twice_the_last_decides(module, lists):
+def test_the_last_registration_of_a_function_decides(module, lists):
     half = LISTS.register_half_function(module, "product")
     last = half.register_float_function(module, "product")
     assert found(calls(module), lists=last) == [FLOAT, HALF]
@@ -214,8 +213,8 @@ def test_of_one_function_registered_twice_the_last_decides(module, lists):
     assert module.product is product
 
 
-def test_the_original_is_back_after_the_last_of_two_threads(module, lists):
-    """The first to begin is the first to end, while the other is still tracing."""
+def test_the_original_returns_after_the_last_of_two_threads(module, lists):
+    """The first thread ends while the second is still tracing."""
     entered = {name: threading.Event() for name in ("first", "second")}
     left, results = threading.Event(), {}
 
@@ -236,7 +235,7 @@ def test_the_original_is_back_after_the_last_of_two_threads(module, lists):
     assert entered["first"].wait(INSIDE)
     assert module.product is not product
     second.start()
-    # A thread that does not trace gets the plain function, without a name of jamp.
+    # A thread that does not trace calls the plain function.
     plain = jax.make_jaxpr(calls(module))(X)
     assert "jamp" not in plain.pretty_print(name_stack=True)
     for thread in (first, second):
@@ -280,7 +279,7 @@ def classes():
 
 
 @pytest.mark.parametrize("name", ["method", "static", "jitted"])
-def test_methods_are_replaced_and_put_back_as_they_were(classes, name):
+def test_methods_are_replaced_and_restored(classes, name):
     for owner in classes:
         before = dict(vars(owner))
         lists = LISTS.register_float_function(owner, name)
@@ -289,7 +288,7 @@ def test_methods_are_replaced_and_put_back_as_they_were(classes, name):
         assert dict(vars(owner)) == before
 
 
-def test_what_a_program_sets_or_deletes_while_it_is_traced_stays_so(classes):
+def test_an_attribute_that_a_traced_program_sets_or_deletes_stays_so(classes):
     base, derived = classes
     mine = staticmethod(lambda x: x)
     changes = {derived: lambda: setattr(derived, "static", mine)}
@@ -325,7 +324,7 @@ def test_registered_objects_and_policies_are_freed():
 @pytest.mark.parametrize(
     "scope", ["jamp_float32_block", "my_jamp_float32", "x.jamp_recorded"]
 )
-def test_a_scope_of_the_users_is_not_a_mark(scope):
+def test_a_users_scope_is_not_a_mark(scope):
     assert found(jax.named_scope(scope)(product)) == [HALF]
 
 

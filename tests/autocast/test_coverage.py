@@ -1,4 +1,4 @@
-"""The coverage table: every construct, forward and backward, in both halves."""
+"""Test every construct, forward and backward, in both half dtypes."""
 
 import functools
 
@@ -18,7 +18,7 @@ W /= 4
 
 
 def both_passes(name, cast):
-    """A construct, or a function, and its gradients in both arguments."""
+    """Returns a function of a construct's results and both gradients."""
     fn = cast(name) if callable(name) else TABLE[name](cast)
 
     def loss(w, x):

@@ -1,4 +1,4 @@
-"""Functions with derivatives of their own that close over values, under autocast."""
+"""Test custom derivatives that close over values, under autocast."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ X, Y = jnp.array([1.0, 2.0, 3.0]), jnp.array([2.0, 4.0, 5.0])
 
 
 def permuted(order=ORDER, **options):
-    """`x[order]² y`; its residuals are its arguments, in the other order."""
+    """Computes `x[order]² y`. The residuals are the arguments in reverse order."""
     return custom_vjp(
         lambda x, y: x[order] ** 2 * y,
         lambda x, y: (x[order] ** 2 * y, (y, x)),
@@ -61,7 +61,7 @@ def total(fn):
 
 
 def assert_same(evaluated, fn):
-    """Autocast gives what the plain function gives; nothing is all zeros."""
+    """Checks that autocast changes no result, and that no result is all zeros."""
     got, expected = (evaluated(f) for f in (jamp.autocast(fn), fn))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(a, b, strict=True)
@@ -73,7 +73,7 @@ def mapped(fn):
 
 
 @pytest.mark.parametrize("name", CLOSURES)
-def test_gradients_of_what_closes_over_arrays(name):
+def test_gradients_of_rules_that_close_over_arrays(name):
     def gradients(fn):
         grad = jax.grad(total(fn), (0, 1))
         return grad(X, Y), mapped(grad)
@@ -98,7 +98,7 @@ def by_default(y):
 
 
 def by_argument(y):
-    """The value is in a function that is given, as in JAX's own solvers."""
+    """Closes an argument over the value, as JAX's own solvers do."""
     apply = custom_vjp(
         lambda fn, x: fn(x),
         lambda fn, x: (fn(x), x),
@@ -111,7 +111,7 @@ def by_argument(y):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Layer:
-    """A pytree, as a module of Equinox is."""
+    """A pytree, like an Equinox module."""
 
     parts: Any
 
@@ -139,7 +139,7 @@ TRACED = {
 
 
 @pytest.mark.parametrize("name", TRACED)
-def test_gradients_of_what_closes_over_traced_values(name):
+def test_gradients_of_rules_that_close_over_tracers(name):
     def gradients(fn):
         grad = jax.grad(total(fn))
         return grad(X, Y), jax.jit(grad)(X, Y), mapped(grad)
@@ -148,7 +148,7 @@ def test_gradients_of_what_closes_over_traced_values(name):
 
 
 class Trainer:
-    """It is not a pytree, and autocast does not search it for traced values."""
+    """An object other than a pytree, which autocast does not search for tracers."""
 
     def __init__(self, scale):
         self.scale = scale
@@ -169,8 +169,8 @@ def of_an_object(x, y):
 
 
 @pytest.mark.parametrize("fn", [in_a_loop, of_an_object])
-def test_a_traced_value_that_autocast_cannot_pass_on_is_told_what_to_do(fn):
-    with pytest.raises(Exception, match="[Tt]racer"):  # plain JAX refuses it in a jit
+def test_an_error_about_a_hidden_tracer_says_what_to_do(fn):
+    with pytest.raises(Exception, match="[Tt]racer"):  # JAX refuses it under jit
         jax.grad(total(jax.jit(fn)))(X, Y)
     with pytest.raises(Exception, match="[Tt]racer") as error:
         jax.grad(total(jamp.autocast(fn)))(X, Y)
@@ -178,7 +178,7 @@ def test_a_traced_value_that_autocast_cannot_pass_on_is_told_what_to_do(fn):
     assert_same(lambda fn: jax.grad(total(fn))(X, Y), lambda x, y: Trainer(2.0)(x))
 
 
-def test_a_leak_in_a_program_without_rules_gets_no_advice_about_them():
+def test_a_leak_without_custom_rules_gets_no_advice_about_them():
     leaked = []
     jax.jit(lambda x: leaked.append(x + 1))(X)
     with pytest.raises(jax.errors.UnexpectedTracerError) as error:

@@ -1,4 +1,4 @@
-"""Autocast on a mesh of explicit axes, as `jax.make_mesh` gives it, jitted and not."""
+"""Test autocast on a mesh with explicit axes, jitted and not."""
 
 import functools
 
@@ -39,7 +39,7 @@ def mesh():
         yield
 
 
-# How it runs, where both operands lie, and examples of what JAX takes there.
+# How a construct runs, the shardings of both operands, and constructs that JAX accepts.
 WAYS = {
     "rows": (
         *(jax.jit, (P(), P("data"))),
@@ -60,7 +60,7 @@ CASES = [(way, name) for way, (*_, names) in WAYS.items() for name in names.spli
 
 @pytest.mark.parametrize(("way", "name"), CASES)
 @pytest.mark.eight_devices
-def test_a_construct_is_as_without_autocast(way, name):
+def test_a_construct_agrees_with_the_plain_one(way, name):
     place, specs, _ = WAYS[way]
     operands = [jax.device_put(x, spec) for x, spec in zip((W, X), specs, strict=True)]
     name = LOSSES.get(name, name)

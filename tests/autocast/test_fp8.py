@@ -1,4 +1,4 @@
-"""Products in fp8: which, their digits, and what JAX does with them."""
+"""Test matmuls in fp8: which run so, their accuracy, and JAX's transformations."""
 
 import functools
 
@@ -26,7 +26,7 @@ BF16 = jnp.bfloat16
 
 
 def normal(seed, *shape):
-    """Normal numbers that bfloat16 holds."""
+    """Draws normal numbers that bfloat16 holds exactly."""
     x = np.random.default_rng(seed).normal(size=shape)
     return jnp.asarray(x, BF16).astype(jnp.float32)
 
@@ -42,7 +42,7 @@ def state_of(params, level="O6", fp8=ALL, **options):
 
 
 def forward_of(state, fn):
-    """A function of params and arguments, as the policy of a state writes it."""
+    """Returns `fn` under the policy of a state."""
     return jamp.cast_forward(fn, state.properties)
 
 
@@ -56,13 +56,13 @@ def operand_dtypes(eqn):
 
 
 def in_fp8(fn, *args):
-    """How many products run in fp8."""
+    """Counts the matmuls in fp8."""
     found = eqns("dot_general", fn, *args)
     return sum("float8_e4m3fn" in operand_dtypes(e) for e in found)
 
 
 def why(fn, state, *args):
-    """Why each forward product is as it is, by line and in order."""
+    """Returns the reason for each forward matmul's dtype, in order."""
     found = jamp.explain(fn)(state, *args).operations
     return [op.why for op in found if op.flops and op.why != "derivative"]
 
@@ -71,7 +71,7 @@ def why(fn, state, *args):
 
 
 def layers(params, x, then=lambda y: y):
-    """A product whose operand is `x`, as `then` makes its result go on."""
+    """Multiplies `x` by `w`, applies `then`, and multiplies by `last`."""
     first = x * params["one"]  # an activation: a param is in it
     return then(first @ params["w"]) @ params["last"]
 
@@ -81,7 +81,7 @@ def params_of_layers(*names):
 
 
 def layer_of(x, w, g, **options):
-    """A product and its gradients: `g` is the cotangent of its result."""
+    """Returns a matmul and both gradients for the cotangent `g`."""
     params = {"one": jnp.ones(()), "w": w, "last": jnp.eye(w.shape[1])}
     state = state_of(params, **options)
 
@@ -108,9 +108,9 @@ def test_a_product_and_its_gradients_have_the_digits_of_fp8(size):
 
 @pytest.mark.parametrize("of", list(Of))
 @pytest.mark.parametrize("size", [0.0, 1.0, 1e-30, 1e-6, 1e4, 1e38])
-def test_what_is_quantized_has_the_bits_of_the_formats(of, size):
+def test_quantized_arrays_have_the_bits_of_the_formats(of, size):
     form = oracle.E5M2 if of is Of.COTANGENT else oracle.E4M3
-    # From 448 to 512, 1.75 to 2: where one more power of two would be too large.
+    # Tops of 1.75 to 2 would exceed 448 with one more power of two.
     for top in np.exp2(np.linspace(-1, 1, 33, dtype=np.float32)):
         x = np.float32(np.random.default_rng(0).uniform(-0.4, 0.4, 512))
         x = jnp.asarray(np.append(x, top) * np.float32(size)).astype(BF16)
@@ -122,7 +122,7 @@ def test_what_is_quantized_has_the_bits_of_the_formats(of, size):
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize(("where", "meets"), [("x", "yw"), ("w", "yx"), ("g", "xw")])
-def test_what_is_not_finite_goes_through(bad, where, meets):
+def test_inf_and_nan_pass_through(bad, where, meets):
     given = {"x": normal(0, ROWS, N), "w": normal(1, N, N), "g": normal(2, ROWS, N)}
     given[where] = given[where].at[1, 2].set(bad)
     with np.errstate(all="ignore"):
@@ -186,7 +186,7 @@ def test_the_roofline_is_where_the_docstring_says():
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5", "O6"])
 def test_wherever_products_run_in_half(level):
     state = state_of(TRANSFORMER, level, loss_scale=1.0)
-    # q, k, v and out, forward; of each, two more backward.
+    # q, k, v and out run once forward and twice backward.
     assert in_fp8(STEP, state, X) == 12
     plain = state_of(TRANSFORMER, level, fp8=False, loss_scale=1.0)
     assert in_fp8(STEP, plain, X) == 0
@@ -198,7 +198,7 @@ def test_wherever_products_run_in_half(level):
 
 def test_an_operand_of_several_products_is_quantized_once():
     found = [e.params["of"] for e in eqns("quantize", STEP, state_of(TRANSFORMER), X)]
-    # h for q, k and v, and the attention for out; four weights.
+    # The inputs are h for q, k and v, and the attention for out.
     assert (found.count(Of.INPUT), found.count(Of.WEIGHT)) == (2, 4)
 
 
@@ -213,7 +213,7 @@ def test_gradients_of_weights_stay_half_or_are_reduced_in_float32():
     backward = eqns("dot_general", STEP, state, X)
     backward = [e for e in backward if "float8_e5m2" in operand_dtypes(e)]
     wide = [e.outvars[0].aval.dtype == jnp.float32 for e in backward]
-    assert sum(wide) == 4  # the gradients of the four weights
+    assert sum(wide) == 4  # gradients of the four weights
 
 
 custom = custom_vjp(
@@ -239,7 +239,7 @@ def convolution(x, w):
     return lax.conv_general_dilated(x[None], w[None], (1,), **options)[0]
 
 
-UNLIKE = {  # and why, as `explain` says
+UNLIKE = {  # each with its reason in `explain`
     "highest": ("precision", functools.partial(jnp.matmul, precision="highest")),
     "its own dtype": ("no float32", wide_product),
     "batched": ("fp8 weight", batched),
@@ -258,14 +258,14 @@ UNLIKE = {  # and why, as `explain` says
 
 
 @pytest.mark.parametrize("name", UNLIKE)
-def test_what_stays_as_it_is(name):
+def test_which_products_are_not_quantized(name):
     reason, product = UNLIKE[name]
 
     def fn(params, x):
         return layers(params, x, lambda y: product(y, params["v"])).sum()
 
     state = state_of(params_of_layers("v"))
-    # Only the product by `w`, and its gradients: another comes after it.
+    # Only the matmul by `w` and its two gradients run in fp8.
     assert in_fp8(jamp.scaled_value_and_grad(fn), state, X) == 3
     assert why(fn, state, X) == ["fp8", reason, "fp8 last"]
 
@@ -290,7 +290,7 @@ ROUTERS |= {f"top_k in {name}": f(ORDERS["top_k"]) for name, f in INSIDE.items()
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_a_product_whose_results_are_ordered_stays_in_half(name):
-    """A router in fp8 sent 7 % of the tokens to other experts."""
+    """In fp8, a router would send 7 % of the tokens to other experts."""
 
     def fn(params, x):
         h = jnp.tanh(x * params["one"] @ params["w"])
@@ -340,7 +340,7 @@ IN_VMAP = {"vmap": lambda f: lambda h, w: jax.vmap(f, (0, None))(h, w)}
 
 @pytest.mark.parametrize("wrap", (WRAPS | IN_VMAP).values(), ids=WRAPS | IN_VMAP)
 def test_in_a_scan_each_layer_has_its_own_scale(wrap):
-    # Weights of very different sizes: one scale for all would flush the small to zero.
+    # One scale for all layers would flush the small weights to zero.
     sizes = jnp.asarray([1.0, 1e-9, 1e-3])[:, None, None]
     params = STACK | {"stack": STACK["stack"] * sizes}
     step = jamp.scaled_value_and_grad(functools.partial(stack, wrap=wrap))
@@ -351,7 +351,7 @@ def test_in_a_scan_each_layer_has_its_own_scale(wrap):
     assert distance(loss, expected) <= 0.02
     for i in range(1, 3):
         assert distance(grads["stack"][i], plain_grads["stack"][i]) <= 0.12
-    # In the first layer the input is what the scan carries, as in those after it.
+    # The first layer also reads its input from the carry.
     assert in_fp8(step, state, X) >= 3
 
 
@@ -359,7 +359,7 @@ def test_in_a_scan_each_layer_has_its_own_scale(wrap):
 def test_a_weight_that_a_scan_shares_is_quantized_once(name):
     xs, gs = normal(0, 3, ROWS, N), normal(1, 3, ROWS, N)
     params = {"one": jnp.ones(()), "w": normal(2, N, N), "last": jnp.eye(N)}
-    # With params in float32 gradients are as they were summed.
+    # Gradients of float32 params keep the digits of their sums.
     state = state_of(params, level="O4")
 
     def loss_fn(params, batches, scan=lax.scan):
@@ -379,7 +379,7 @@ def test_a_weight_that_a_scan_shares_is_quantized_once(name):
     expected = forward(state.params, (xs, gs))[1]
     np.testing.assert_array_equal(np.asarray(ys), np.asarray(expected))
     exact = [oracle.product(x, params["w"], g) for x, g in zip(xs, gs, strict=True)]
-    # Rounded to bfloat16 on each trip, it would be 2**-10 off.
+    # Rounding to bfloat16 in each trip would give an error of 2**-10.
     assert distance(grads["w"], sum(each["w"] for each in exact)) <= 2**-12
     loops = [e.params["jaxpr"] for e in eqns("scan", step, state, (xs, gs))]
     of = [
@@ -411,7 +411,7 @@ def test_in_a_shard_map_each_device_has_its_own_scale(check_vma):
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
     specs = {"in_specs": (P("d"), P()), "out_specs": P("d"), "check_vma": check_vma}
     mapped = jax.shard_map(lambda h, w: h @ w, mesh=mesh, **specs)
-    # With one scale for all, what is 2**-21 of the largest would be zero.
+    # With one scale for all, numbers 2**-21 times the largest would become zero.
     sizes = np.repeat(np.exp2(-3.0 * np.arange(8)), ROWS)[:, None]
     x, g = (np.float32(normal(i, 8 * ROWS, N) * sizes) for i in range(2))
     params = {"one": jnp.ones(()), "last": jnp.eye(N), "w": normal(2, N, N)}
@@ -435,7 +435,7 @@ def test_in_a_shard_map_each_device_has_its_own_scale(check_vma):
     assert distance(grads["w"], of_w) <= 2**-7
 
 
-def test_forward_mode_is_near_that_of_half():
+def test_forward_mode_is_close_to_half():
     def along(fp8):
         state = state_of(TRANSFORMER, fp8=fp8)
         forward = forward_of(state, transformer)
@@ -476,7 +476,7 @@ def test_a_second_derivative_is_an_error_not_zero():
 
 @pytest.mark.parametrize("derivative", [jax.grad, jax.jacfwd])
 @pytest.mark.parametrize("argnums", [0, 1])
-def test_nor_is_it_nan_where_the_cotangent_is_known(argnums, derivative):
+def test_a_second_derivative_is_an_error_not_nan(argnums, derivative):
     state = state_of(params_of_layers())
     forward = forward_of(state, lambda params, x: layers(params, x).sum())
     of_other = jax.grad(lambda x, w: forward(state.params | {"w": w}, x), 1 - argnums)
@@ -515,7 +515,7 @@ def test_a_device_without_units_for_it_warns_once(monkeypatch):
     devices.warn_without_fp8.cache_clear()
     with pytest.warns(jamp.UnusedOptionWarning, match="A100 has no fp8 units.*O5"):
         devices.warn_without_fp8()
-    devices.warn_without_fp8()  # an error, if it warned again
+    devices.warn_without_fp8()  # a second warning would be an error
     Device.compute_capability = "9.0"
     devices.warn_without_fp8.cache_clear()
     devices.warn_without_fp8()

@@ -1,4 +1,4 @@
-"""Library functions that multiply inside and need digits: in float32 as a whole."""
+"""Test library functions that run in float32 because they need its digits."""
 
 import functools
 import operator
@@ -31,7 +31,7 @@ UNIT = np.eye(24, dtype=np.float32).reshape(4, 6, 8, 3) + np.float32(0.01)
 linalg, signal = jnp.linalg, jax.scipy.signal
 
 
-# Functions that JAX and the oracle have by one name, and what they are given.
+# Functions with the same name in JAX and the oracle, and their arguments.
 SAME = {
     "cov": [DATA],
     "corrcoef": [DATA],
@@ -50,7 +50,7 @@ SAME = {
 
 
 def by_name(name):
-    """JAX's function, and the oracle's in float64."""
+    """Returns JAX's function and the oracle's."""
     both = (jax, scipy) if name.startswith("scipy") else (jnp, np)
     names = name, name.removeprefix("scipy.")
     return [
@@ -79,7 +79,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_as_exact_as_without_autocast(case):
+def test_a_function_is_as_exact_as_without_autocast(case):
     half = ("float16", "bfloat16")[list(CASES).index(case) % 2]
     fn, oracle, *args = CASES[case]
     expected = oracle(*(np.asarray(x, np.float64) for x in args))
@@ -93,7 +93,7 @@ def test_it_is_as_exact_as_without_autocast(case):
 
 
 def products(fn, *args, lists=LISTS):
-    """The dtypes of the products, each once."""
+    """Returns the set of the matmuls' dtypes."""
     operations = jamp.explain(fn, lists=lists)(*map(jnp.asarray, args)).operations
     return {op.dtype for op in operations if op.flops}
 
@@ -114,7 +114,7 @@ def cube(x):
 
 
 minimize = functools.partial(jax.scipy.optimize.minimize, method="BFGS")
-# A solver multiplies in float32, and the function that it is given in half.
+# A solver runs in float32, but the user's function inside it runs in half.
 OF_THE_USERS = {
     "matmul": (lambda a: linalg.matmul(a, a), HALF),
     "multi_dot": (lambda a: linalg.multi_dot([a, a, a]), HALF),
@@ -132,9 +132,9 @@ OF_THE_USERS = {
 
 
 @pytest.mark.parametrize("name", OF_THE_USERS)
-def test_what_is_a_product_itself_stays_in_half(name):
+def test_functions_that_are_products_stay_half(name):
     fn, expected = OF_THE_USERS[name]
-    # JAX may not give the trace of one function for a product in another.
+    # JAX must not reuse the trace of a float32 function for a half one.
     assert products(jnp.polymul, A[0], A[1]) == FLOAT
     assert products(fn, S) == expected
     if name == "beside":
@@ -150,13 +150,13 @@ def test_what_is_a_product_itself_stays_in_half(name):
         (cube, "jax.numpy.linalg.*"),
     ],
 )
-def test_users_take_them_out(fn, name):
+def test_lists_take_a_function_out(fn, name):
     assert products(fn, S) == FLOAT
     for rule in ("default", "half"):
         assert products(fn, S, lists=LISTS.with_function(name, rule)) == HALF
 
 
-def test_what_is_taken_out_is_so_with_all_that_it_calls():
+def test_a_function_is_taken_out_with_its_callees():
     """`expm` jits functions that jit functions."""
     for lists in (LISTS, LISTS.with_function("expm", "default")):
         explained = jamp.explain(jax.scipy.linalg.expm, lists=lists)(jnp.asarray(A))

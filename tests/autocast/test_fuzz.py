@@ -1,8 +1,7 @@
-"""Random programs: autocast raises on none, keeps types, integers and gradients.
+"""Test random programs under autocast: types, integers, values and gradients.
 
-And digits: programs of whole layers are held to the errors of torch's rules.
-
-`make fuzz` runs 10,000 of those and 20,000 of these, from the seed JAMP_FUZZ on.
+Programs of whole layers must be as accurate as under torch's rules. From the seed
+JAMP_FUZZ on, `make fuzz` runs 10,000 programs and 20,000 programs of layers.
 """
 
 import os
@@ -27,7 +26,7 @@ pytestmark = pytest.mark.standard_promotion
 
 
 def case(seed):
-    """Floats, a half dtype and a mode."""
+    """Draws floats, a half dtype and a mode."""
     rng, normal = random.Random(f"case {seed}"), np.random.default_rng(seed).normal
     dtypes = ["float32", "float32", "float32", "bfloat16", "float16"]
     shapes = [(rng.randint(1, 4), rng.randint(1, 4)) for _ in range(rng.randint(1, 3))]
@@ -36,13 +35,13 @@ def case(seed):
 
 
 def check(steps, floats, half, promote):
-    """Holds the cast program to the plain one; None where JAX refuses that."""
+    """Compares the cast program with the plain one. None if JAX refuses the latter."""
 
     def fn(floats):
         return run(steps, floats, [jnp.array([2, 0, 3]), jnp.array([1])])
 
     def with_grads(fn):
-        """The gradients of all floats, and all values."""
+        """Returns a function of the gradients of all floats, and all values."""
 
         def loss(floats):
             values = fn(floats)

@@ -1,4 +1,4 @@
-"""A region of any program becomes one checkpoint: values, order and effects stay."""
+"""Test that a region of a program becomes one checkpoint without changing results."""
 
 import random
 
@@ -19,13 +19,13 @@ HALF = jnp.linspace(-1, 1, 4).astype("float16")
 
 
 def diamond(x):
-    """0 casts, 1 and 2 read it, 3 joins these, and 4 rounds."""
+    """Equation 0 casts, 1 and 2 read the cast, 3 joins them, and 4 rounds."""
     wide = x.astype("float32")
     left, right = jnp.sin(wide), jnp.cos(wide)
     return (left * right).astype("float16"), left
 
 
-def test_a_graph_says_who_makes_reads_and_needs_a_value():
+def test_a_graph_finds_readers_needs_and_ancestors():
     graph = graph_of(diamond, HALF)
     (wide,), (left,) = graph.eqns[0].outvars, graph.eqns[1].outvars
     assert graph.readers_of([wide]) == {1, 2}
@@ -42,7 +42,7 @@ def with_effects(x):
     return x * seen
 
 
-def test_effects_are_needed_in_their_order():
+def test_effects_between_equations_are_found_in_order():
     graph = graph_of(with_effects, jnp.ones(4))
     (exp,) = (i for i, e in enumerate(graph.eqns) if e.primitive.name == "exp")
     (mul,) = (i for i, e in enumerate(graph.eqns) if e.primitive.name == "mul")
@@ -51,7 +51,7 @@ def test_effects_are_needed_in_their_order():
 
 
 def random_program(rng, depth=24):
-    """Sums, differences and casts of whole numbers, which half holds exactly."""
+    """Draws sums, differences and casts of integers, which half holds exactly."""
 
     def fn(x):
         values = [x, x.astype("float32")]
@@ -68,7 +68,7 @@ def random_program(rng, depth=24):
 
 
 def random_region(rng, graph, places):
-    """Some equations, all that lies between them, and some of these to repeat."""
+    """Draws equations with all equations between them, and some of these to repeat."""
     members = set(rng.sample(places, 4))
     while between := graph.between(members):
         members |= between

@@ -1,4 +1,4 @@
-"""Losses of half logits: nothing is scattered, kept in float32, or gathered."""
+"""Test losses of half logits: no scatter, no gather and no float32 residual."""
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ def with_z_loss(logits, labels):
     return z - of_class(logits, labels) + 1e-2 * z**2
 
 
-# Each a loss of each row, of logits of shape (..., classes).
+# Each returns one loss per row of logits, whose shape is (..., classes).
 LOSSES = {
     "optax": optax.softmax_cross_entropy_with_integer_labels,
     "take_along_axis": lambda z, y: nn.logsumexp(z, -1) - of_class(z, y),
@@ -61,7 +61,7 @@ LABELS = jnp.asarray(RNG.integers(0, 9, N))
 
 
 def scattered(fn):
-    """The shapes of the scatters whose results are as large as the logits."""
+    """Returns the shapes of scatters whose results have the size of the logits."""
     eqns = walk(jax.make_jaxpr(fn)(W).jaxpr)
     found = [e for e in eqns if e.primitive.name.startswith("scatter")]
     shapes = (e.outvars[0].aval.shape for e in found)
@@ -80,7 +80,7 @@ def test_a_loss_keeps_half_logits_and_scatters_nothing(loss, promote):
 
 
 def test_a_loss_inside_a_shard_map_scatters_nothing():
-    """Its types vary over a mesh axis. Autocast left the gather to JAX there."""
+    """The types of the operands vary over a mesh axis here."""
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
 
     def mean(w, x, labels):
@@ -95,7 +95,7 @@ def test_a_loss_inside_a_shard_map_scatters_nothing():
     np.testing.assert_allclose(ours(W), plain(W), 2e-2, 2e-3)
 
 
-def test_a_loss_that_closes_over_what_is_traced_scatters_nothing():
+def test_a_loss_that_closes_over_a_tracer_scatters_nothing():
     def gradient(w, scale):
         loss = lambda w: LOSSES["rows"](scale * (X @ w), LABELS).mean()  # noqa: E731
         return jax.grad(jamp.autocast(loss, "bfloat16"))(w)
@@ -106,7 +106,6 @@ def test_a_loss_that_closes_over_what_is_traced_scatters_nothing():
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_values_and_gradients_are_those_of_float32_logits(loss):
     def gradients(product):
-        """The gradients of the weights and of the logits."""
         mean = lambda w, z: loss(product(w) + z, LABELS).mean()  # noqa: E731
         return jax.value_and_grad(mean, (0, 1))
 
@@ -148,12 +147,12 @@ def test_labels_out_of_bounds_are_as_in_jax(mode):
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 @pytest.mark.parametrize("loss", [LOSSES["optax"], LOSSES["take_along_axis"]])
 @pytest.mark.parametrize("p", [0.5, 0.99, 0.999])
-def test_a_label_as_certain_as_this_keeps_its_digits(p, loss, half):
-    """The cotangent is rounded once: the label's -1 and the softmax met in half."""
+def test_a_certain_label_keeps_its_digits(p, loss, half):
+    """The softmax minus 1 must be rounded once, not the softmax before it."""
     logit = np.log(p / (1 - p)).astype(jnp.dtype(half)).astype(np.float64)
     w, labels = jnp.array([[logit, 0.0]], jnp.float32), jnp.zeros(1, jnp.int32)
     cast = jamp.autocast(lambda w: loss(jnp.ones((1, 1)) @ w, labels).sum(), half)
-    exact = -1 / (1 + np.exp(logit))  # of the label, p - 1
+    exact = -1 / (1 + np.exp(logit))  # the label's gradient, p - 1
     eps = float(jnp.finfo(half).eps)
     np.testing.assert_allclose(jax.grad(cast)(w)[0], [exact, -exact], eps / 2)
 
@@ -170,7 +169,7 @@ def test_a_metric_that_reads_the_logits_does_not_break_the_head():
 
 EFFECTS = {
     "in order": lambda z, norm, ref: ((norm - of_class(z, LABELS)).mean(), ref[...]),
-    # A head that reads the effect is none: it would come before it.
+    # A head must not move before an effect that it reads.
     "read": lambda z, norm, ref: (jnp.exp(z) * ref[...]).sum(-1) - norm,
 }
 
@@ -187,7 +186,7 @@ def test_effects_around_a_head_keep_their_order(after):
         np.testing.assert_allclose(got, wanted, 1e-2)
 
 
-def test_rows_are_looked_up_by_where_a_device_is():
+def test_rows_may_depend_on_the_axis_index():
     def loss(w, labels):
         logits = X @ w
         rows = ROWS + N * lax.axis_index("batch") * 0
@@ -200,7 +199,7 @@ def test_rows_are_looked_up_by_where_a_device_is():
     np.testing.assert_allclose(both(jamp.autocast(loss)), both(loss), 2e-2, 2e-3)
 
 
-def test_of_two_models_both_losses_are_heads():
+def test_both_softmaxes_of_a_distillation_are_heads():
     def distilled(w, v):
         teacher, student = nn.log_softmax(X @ v), nn.log_softmax(X @ w)
         return -(jnp.exp(lax.stop_gradient(teacher)) * student).sum(-1).mean()
@@ -213,7 +212,6 @@ def test_of_two_models_both_losses_are_heads():
 
 
 def test_logits_may_be_the_sum_of_two_products():
-    """The head of one product made the head of the other one a second time."""
 
     def loss(w):
         return LOSSES["optax"](X @ w + X[:1] @ w, LABELS).sum()
@@ -227,8 +225,8 @@ def test_logits_may_be_the_sum_of_two_products():
 
 
 @pytest.mark.parametrize("promote", ["widest", "narrowest"])
-def test_gradients_of_rows_that_the_head_shares_add_up_in_float32(promote):
-    """In bfloat16 a sum of so many would stop growing at 256 times the first."""
+def test_a_tied_tables_gradient_sums_in_float32(promote):
+    """A bfloat16 sum would stop growing at 256 times the first term."""
     tokens, cotangent = np.zeros(4096, int), np.ones((4096, CLASSES))
     table = np.asarray(W.T, np.float64)
     cast = jamp.autocast(lambda w: w[tokens] @ w.T, "bfloat16", promote=promote)
@@ -240,7 +238,7 @@ def test_gradients_of_rows_that_the_head_shares_add_up_in_float32(promote):
 
 @pytest.mark.eight_devices
 def test_indices_are_computed_on_the_host(monkeypatch):
-    """The accelerator is busy, or it is another program's."""
+    """The accelerator may be busy or belong to another program."""
     found, original = [], np.asarray
 
     def spy(x, *args):

@@ -1,4 +1,4 @@
-"""What autocast keeps for the backward pass, and what a norm or a bias hands on."""
+"""Test which residuals autocast keeps, and the dtypes after a norm or a bias."""
 
 import flax.linen as nn
 import jax
@@ -32,7 +32,7 @@ ISLANDS = {
     "in jit": jax.jit(jax.nn.gelu),
     "steps": lambda x: jax.nn.gelu(x) + jnp.floor(x) % 3 + x.round(),
     "two in a row": lambda x: jax.nn.softmax(jax.nn.gelu(x)),
-    # It reads no result in half: the product has one that is not this.
+    # The division changes the result of the softmax before the matmul reads it.
     "dropped": lambda x: jnp.where(jnp.arange(8) < 5, jax.nn.softmax(x) / 0.625, 0),
 }
 NORMS = {
@@ -47,7 +47,7 @@ NORMS = {
 
 
 def kept(fn):
-    """Shape and dtype of what differentiating a function keeps."""
+    """Returns the shape and dtype of each residual of a function."""
     residuals = jax.eval_shape(lambda w, x: jax.vjp(fn, w, x)[1], W, X)
     return [(r.shape, str(r.dtype)) for r in jax.tree.leaves(residuals)]
 
@@ -57,7 +57,7 @@ def kept(fn):
 def test_the_backward_pass_keeps_half_and_gives_the_same(name, platform, monkeypatch):
     choose = lambda *args, **fns: fns[platform](*args)  # noqa: E731
     monkeypatch.setattr(jax.lax, "platform_dependent", choose)
-    monkeypatch.setattr(softmax, "_softmax", softmax._softmax.__wrapped__)  # not cached
+    monkeypatch.setattr(softmax, "_softmax", softmax._softmax.__wrapped__)  # no cache
 
     def fn(w, x):
         return ISLANDS[name](x @ w) @ w
@@ -70,7 +70,7 @@ def test_the_backward_pass_keeps_half_and_gives_the_same(name, platform, monkeyp
     grad = jax.grad(lambda w, x: jamp.autocast(fn)(w, x).sum(), (0, 1))
     found = grad(W, x)
     monkeypatch.setattr(rewrite, "checkpoint_islands", lambda jaxpr, *_: jaxpr)
-    # The derivative of a softmax reads its result in half, but on a TPU.
+    # The derivative of a softmax reads its result in half, except on a TPU.
     in_half = "softmax" in name or name == "two in a row"
     error = 2**-10 if in_half and platform != "tpu" else 1e-5
     for got, expected in zip(found, grad(W, x), strict=True):
@@ -86,7 +86,7 @@ NO_SOFTMAX = {
 
 
 @pytest.mark.parametrize("name", NO_SOFTMAX)
-def test_what_looks_like_a_softmax_is_none(name, monkeypatch):
+def test_a_lookalike_is_not_a_softmax(name, monkeypatch):
     fn = jamp.autocast(lambda w: jnp.sum(NO_SOFTMAX[name](w @ w) @ w))
     found = jax.grad(fn)(W)
     monkeypatch.setattr(rewrite, "checkpoint_islands", lambda jaxpr, *_: jaxpr)
@@ -94,20 +94,20 @@ def test_what_looks_like_a_softmax_is_none(name, monkeypatch):
 
 
 @pytest.mark.parametrize("fn", [jax.checkpoint(jax.nn.gelu), jax.scipy.special.i0e])
-def test_what_the_user_keeps_and_what_is_slow_is_in_no_island(fn):
+def test_user_checkpoints_and_slow_functions_are_in_no_island(fn):
     written = jax.make_jaxpr(jamp.autocast(lambda w, x: fn(x @ w) @ w))(W, X)
     policies = [e.params["policy"] for e in walk(written) if "policy" in e.params]
     assert not any(policies)
 
 
 def test_a_gelu_of_one_row_adds_no_bias():
-    """Its `x + 0.04 * x**3` was added in half: it has a bias's shape there."""
+    """With one row, the terms of `x + 0.04 * x**3` have the shape of a bias."""
     fn = jamp.autocast(lambda w, x: nn.gelu(x @ w))
     assert results(fn, ["add"], W, X[:1]) == results(fn, ["add"], W, X)
 
 
 def test_a_derivative_is_in_half_where_its_function_is():
-    """A relu's was in float32: an MLP at O4 took 1.33 times the memory of its own."""
+    """A relu in float32 would raise the memory of an MLP at O4 by a third."""
     grad = jax.grad(lambda w: jamp.autocast(lambda w: nn.relu(X @ w) @ w)(w).sum())
     assert set(results(grad, ["max", "select_n"], W)) == {"float16"}
 
@@ -121,7 +121,7 @@ AROUND = constructs.AROUND | {
     "name", ["plain", "vmap", "checkpoint", "scan", "shard_map", "grad"]
 )
 def test_barriers_are_for_gpus_and_a_softmax(name):
-    """On a TPU they part what XLA would fuse: GPT-2 took 1.22 times the bytes."""
+    """On a TPU, barriers prevent fusions: GPT-2 would move 1.22 times the bytes."""
     attend = lambda w, x: jax.nn.softmax(x @ w) @ w + w[0]  # noqa: E731
     fn = AROUND[name](jamp.autocast(attend))
     traced = jax.jit(jax.grad(lambda w: fn(w, X).sum())).trace(W)
@@ -130,7 +130,7 @@ def test_barriers_are_for_gpus_and_a_softmax(name):
         text = traced.lower(lowering_platforms=(platform,)).as_text()
         return text.count("optimization_barrier")
 
-    remat = name == "checkpoint"  # it has a barrier of its own
+    remat = name == "checkpoint"  # which adds its own barrier
     assert barriers("tpu") == remat
     assert barriers("cuda") >= 2 + remat  # the softmax's and the bias's
     biases = name != "grad"  # the second derivative of a bias is zero
@@ -140,7 +140,7 @@ def test_barriers_are_for_gpus_and_a_softmax(name):
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 @pytest.mark.parametrize("name", ["plain", "vmap", "shard_map"])
 def test_a_barrier_holds_one_residual_and_no_cotangent(name, platform):
-    """A TPU stores a cotangent behind a barrier: a Mixer moved 1.12 of the bytes."""
+    """A TPU would store a cotangent behind a barrier: 1.12 times a Mixer's bytes."""
     act = lambda w, x: nn.gelu(x @ w) @ w  # noqa: E731
     fn = constructs.AROUND[name](jamp.autocast(act))
     of_loss = jax.jit(jax.grad(lambda w: fn(w, X).sum()))
@@ -151,7 +151,7 @@ def test_a_barrier_holds_one_residual_and_no_cotangent(name, platform):
 
 
 def test_derivatives_of_all_orders_and_modes_agree_behind_barriers():
-    """float64 NumPy knows the derivatives of the sum of `tanh(2 * x)`."""
+    """The oracle is the derivatives of the sum of `tanh(2 * x)` in float64."""
     x, two = jnp.linspace(-1, 1, 8)[None], 2 * jnp.eye(8)
     fn = jamp.autocast(lambda x: (jnp.tanh(x @ two) @ jnp.eye(8)).sum())
     t = np.tanh(2 * np.asarray(x, np.float64))
@@ -169,7 +169,7 @@ def test_derivatives_of_all_orders_and_modes_agree_behind_barriers():
 
 
 def test_a_scan_has_no_barriers():
-    """Its backward pass is another loop. An LSTM launched 1.28 times the kernels."""
+    """The backward pass is its own loop. Barriers add 28 % to an LSTM's kernels."""
 
     def fn(w, x):
         layer = lambda c, xw: (c, nn.gelu(xw[0] @ xw[1]) @ xw[1])  # noqa: E731
@@ -184,8 +184,8 @@ def test_a_scan_has_no_barriers():
 
 
 @pytest.mark.parametrize("name", NORMS)
-def test_a_norm_gives_back_its_inputs_dtype(name):
-    """What follows it reads half: relu, the shortcut, and what is kept of them."""
+def test_a_norm_returns_its_inputs_dtype(name):
+    """The relu and the shortcut after a norm read and save half."""
     fn = jamp.autocast(lambda w, x: nn.relu(NORMS[name](x @ w)) @ w)
     eqns = walk(jax.make_jaxpr(fn)(W, X).jaxpr)
     found = [e.outvars[0].aval for e in eqns if e.primitive.name == "max"]
@@ -201,7 +201,7 @@ READ_IN_BOTH = {
 
 @pytest.mark.parametrize("name", READ_IN_BOTH)
 def test_a_value_is_computed_in_float32_for_one_reader_if_that_is_free(name):
-    """To compute it again from one array takes no more reads."""
+    """Recomputing a value from one array needs no more reads."""
     fn, expected = READ_IN_BOTH[name]
     both = jamp.autocast(lambda w, x: (lambda y: (jnp.exp(y), y @ w))(fn(w, x)))
     assert results(both, ["mul"], W, X)[-1] == expected
@@ -236,7 +236,7 @@ def biased(b, x):
 
 
 def shifted(b, x):
-    """The other term is half itself, and it repeats over an axis in the middle."""
+    """The second term is a matmul that is broadcast over a middle axis."""
     return nn.gelu(x @ W + (x[:, :1] * b) @ W).sum()
 
 

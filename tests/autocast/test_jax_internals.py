@@ -1,4 +1,4 @@
-"""Facts about JAX that it does not document and autocast needs, on any JAX."""
+"""Test undocumented facts about JAX that autocast needs."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def trips(fn):
 
 
 def alone(x):
-    """In a `shard_map`, closing over the array."""
+    """Closes a `shard_map` over the array."""
     mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
     fn = lambda: total(x)  # noqa: E731
     return jax.shard_map(fn, mesh=mesh, in_specs=(), out_specs=P(), check_vma=False)()
@@ -54,14 +54,14 @@ BOUND_WITHIN = {
 
 
 @pytest.mark.parametrize("name", BOUND_BEFORE | BOUND_WITHIN)
-def test_what_is_made_of_values_around_a_loop_is_bound_before_it(name):
+def test_a_loop_invariant_is_quantized_before_the_loop(name):
     fn = (BOUND_BEFORE | BOUND_WITHIN)[name]
     program = jax.make_jaxpr(fn)(X).jaxpr
     names = [eqn.primitive.name for eqn in program.eqns]
     everywhere = [eqn.primitive.name for eqn in walk(program)]
     assert everywhere.count("quantize") == 1
     assert ("quantize" in names) == (name in BOUND_BEFORE)
-    with jax.disable_jit():  # each operation where it is
+    with jax.disable_jit():  # moves no operation
         expected = fn(X)
     np.testing.assert_array_equal(jax.jit(fn)(X), expected)
 
@@ -70,13 +70,13 @@ def test_what_is_made_of_values_around_a_loop_is_bound_before_it(name):
 
 
 def optimized_vjp(fn):
-    """JAX has `remat_opt` in the forward pass of a derivative."""
+    """Returns a forward pass, the only place where JAX has `remat_opt`."""
     forward = lambda x: (fn(x), x)  # noqa: E731
     function = custom_vjp(fn, forward, lambda x, g: (g,), optimize_remat=True)
     return lambda x: jax.vjp(function, x)[0]
 
 
-# By primitive. JAX's planned upgrades have other names, or nothing, by their flags.
+# By primitive: a construct, the flag that replaces it, and the replacement's name.
 HOLDERS = {
     "jit": (AROUND["jit"], "", ""),
     frames.CHECKPOINT: (AROUND["checkpoint"], "jax_remat3", "RematTraced"),

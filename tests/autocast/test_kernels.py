@@ -1,4 +1,4 @@
-"""Functions that only run in half: called with half under autocast, and left alone."""
+"""Test half kernels, which autocast calls with half operands and does not rewrite."""
 
 import contextlib
 import types
@@ -17,7 +17,7 @@ X = jnp.linspace(-2.0, 2.0, 12).reshape(3, 4)
 
 
 def only(dtype):
-    """A kernel of one dtype: sin, with a derivative that is as picky."""
+    """Returns `sin` with a derivative. Both accept one dtype only."""
 
     @jax.custom_vjp
     def kernel(x):
@@ -36,7 +36,7 @@ WAYS = ["plain", "jit", "vmap", "checkpoint", "scan", "cond"]
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_a_kernel_gets_half_and_gives_float32_and_so_do_its_gradients(name):
+def test_a_kernel_runs_in_half_forward_and_backward(name):
     half = HALVES[WAYS.index(name) % 2]
     called = AROUND[name](jamp.half_kernel(only(half)))
     x64 = np.asarray(X.astype(half), np.float64)
@@ -59,7 +59,7 @@ def test_a_kernel_gets_half_and_gives_float32_and_so_do_its_gradients(name):
 
 
 def dtypes_in(fn, *args, **options):
-    """The dtypes with which `fn(kernel, *args)` calls its kernel under autocast."""
+    """Returns the dtypes with which `fn` calls its kernel under autocast."""
     seen = []
 
     @jamp.half_kernel
@@ -97,7 +97,7 @@ def test_which_operands_are_cast(case):
     assert dtypes_in(fn, X) == expected
 
 
-def test_results_come_back_in_the_dtype_of_the_operands_and_inside_all_stays():
+def test_a_kernel_returns_the_operands_dtype_and_its_body_is_untouched():
     @jamp.half_kernel
     def kernel(x):
         wide = x.astype(jnp.float32)
@@ -108,12 +108,12 @@ def test_results_come_back_in_the_dtype_of_the_operands_and_inside_all_stays():
         return {key: str(y.dtype) for key, y in jamp.autocast(kernel)(x).items()}
 
     assert dtypes(X) == {"half": "float32", "sum": "float32", "at": "int32"}
-    assert dtypes(X.astype("float16"))["half"] == "float16"  # asked for by the program
+    assert dtypes(X.astype("float16"))["half"] == "float16"
     found = [p.lhs for p in products(jamp.autocast(kernel), X)]
     assert found == ["float32", "float16"]
 
 
-def test_outside_of_autocast_it_is_the_function_also_if_it_was_jitted():
+def test_outside_autocast_a_kernel_is_the_plain_function():
     kernel = jax.jit(
         jamp.half_kernel(lambda x: jnp.sin(x) if x.dtype == "float16" else x)
     )
@@ -123,7 +123,7 @@ def test_outside_of_autocast_it_is_the_function_also_if_it_was_jitted():
 
 
 @pytest.mark.parametrize("disabled", [False, True])
-def test_the_users_rules_of_custom_functions_call_kernels_too(disabled):
+def test_custom_vjp_rules_call_kernels(disabled):
     seen = []
 
     @jamp.half_kernel
@@ -145,7 +145,7 @@ def test_the_users_rules_of_custom_functions_call_kernels_too(disabled):
     assert seen == ["float32" if disabled else "float16"] * 2
 
 
-def test_registered_kernels_are_called_so_where_they_are_looked_up():
+def test_a_registered_kernel_is_replaced_in_its_module():
     module = types.SimpleNamespace(kernel=only(jnp.float16))
     lists = jamp.AutocastLists().register_half_kernel(module, "kernel")
     kernel = module.kernel

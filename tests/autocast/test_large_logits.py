@@ -1,4 +1,4 @@
-"""Gradients of the loss head at large logits, against float64.
+"""Test gradients of the loss head at large logits, against float64.
 
 The loss and its derivative read the same rounded logits. A derivative that computes
 them again in float32 would be off by 86 % at logits of 640 in bfloat16.
@@ -24,7 +24,7 @@ STRICTLY = {"xla_allow_excess_precision": False}
 
 
 def chunked(loss, logits_of, x, labels):
-    """The mean over chunks of rows, whose logits the backward pass computes again."""
+    """Returns the mean over chunks of rows, whose logits are recomputed."""
 
     @jax.checkpoint
     def total(sum_, chunk):
@@ -39,8 +39,8 @@ def whole(loss, logits_of, x, labels):
 
 
 def inputs(size, tied):
-    """Inputs and a table with exact products: logits of +-size, which differ by a few
-    units in the last place of half."""
+    """Draws inputs and a table with exact products. The logits are near +-size, and
+    differ by a few half ulps."""
     rng = np.random.default_rng(size)
     x = rng.integers(-4, 5, (ROWS, WIDTH)) / 8
     table = rng.integers(-4, 5, (CLASSES, WIDTH)) / 2
@@ -51,7 +51,7 @@ def inputs(size, tied):
 
 
 def exact(x, table, half, tied):
-    """The gradient of the table in float64, for logits that are rounded once."""
+    """Returns the table's gradient in float64, for logits that are rounded once."""
     x = table[TOKENS] if tied else x
     logits = (x @ table.T).astype(jnp.dtype(half)).astype(np.float64)
     weights = np.exp(logits - logits.max(-1, keepdims=True))
@@ -64,7 +64,7 @@ def exact(x, table, half, tied):
 
 
 def check(level, loss=LOSSES["optax"], tied=False, reduced=whole, place=jnp.asarray):
-    """Trains a head on rows of inputs, or on tokens of a tied embedding."""
+    """Checks a head's gradient on rows of inputs, or on tokens of a tied embedding."""
 
     def apply(params, rows, labels):
         logits_of = lambda rows: (params[rows] if tied else rows) @ params.T  # noqa: E731

@@ -1,4 +1,4 @@
-"""Equinox, Diffrax and Optimistix under autocast: plain JAX's gradients."""
+"""Test that Equinox, Diffrax and Optimistix keep plain JAX's gradients."""
 
 import functools
 import warnings
@@ -13,14 +13,14 @@ from jamp._autocast import rewrite
 from tests.support.near import assert_near
 from tests.support.programs import products, walk
 
-# A lent machine with a GPU may not have them.
+# A machine that `make gpu` runs on may not have them.
 eqxi = pytest.importorskip("equinox.internal")
 diffrax = pytest.importorskip("diffrax")
 optimistix = pytest.importorskip("optimistix")
 
 pytestmark = [
     pytest.mark.standard_promotion,
-    # Equinox raises its errors from a callback, into which nobody can look.
+    # Equinox raises its errors from a callback, which is opaque to autocast.
     pytest.mark.filterwarnings("ignore::jamp.AutocastWarning"),
 ]
 
@@ -79,8 +79,8 @@ def test_values_and_gradients_of_a_library(name):
     assert "float16" in {p.lhs for p in products(cast, W, X)}
 
 
-def test_what_equinox_vmaps_gets_what_the_program_says():
-    """A primitive of `create_vprim`, which a `vmap` puts into one named `vprim`."""
+def test_a_vmapped_equinox_primitive_keeps_the_programs_dtype():
+    """`vmap` wraps a primitive of `create_vprim` in one named `vprim`."""
     rewrite._warn_of_unknown.cache_clear()
     seen = set()
 

@@ -1,4 +1,4 @@
-"""The lists of autocast: complete, without contradictions, as the docs print them."""
+"""Test that autocast's lists are complete, consistent and documented."""
 
 import pathlib
 import runpy
@@ -21,7 +21,7 @@ page = runpy.run_path(str(DOCS / "autocast_lists.py"))["page"]
 PUBLIC = {p.name for p in vars(primitives).values() if isinstance(p, Primitive)}
 LISTED = [name for row in ROWS for name in row.primitives]
 
-# JAX has it while it linearizes, and programs have it never.
+# Exists only while JAX linearizes.
 INTERNAL = {"custom_lin"}
 
 
@@ -44,7 +44,7 @@ def test_nothing_is_in_two_rows():
     assert [name for name, count in names.items() if count > 1] == []
 
 
-# apex/amp/lists, by what JAX calls them; docs/autocast.md says where the two differ.
+# apex/amp/lists by JAX's names. docs/autocast.md says where jamp differs.
 APEX = {
     Rule.HALF: "dot_general conv_general_dilated",
     Rule.FLOAT32: "acos asin cosh erf_inv exp expm1 log log2 rsqrt sinh tan pow "

@@ -1,4 +1,4 @@
-"""Weights that all trips of a loop share, and sums over its trips: in float32."""
+"""Test loops: shared weights, sums over the trips, carries and conditions."""
 
 import functools
 import types
@@ -29,14 +29,14 @@ def state_of(level, params):
 
 
 def once(w, xs):
-    """Each weight is read once: all that is done to them can be done before."""
+    """Reads each weight once, so that the concatenation can precede the loop."""
     both = lambda: jnp.concatenate([w["i"], w["h"].T])  # noqa: E731
     beside = lambda *arrays: jnp.concatenate(arrays, axis=1)  # noqa: E731
     return repeat(lambda c, x: jnp.tanh(beside(x, c) @ both()), START, xs)
 
 
 def twice(w, xs):
-    """One weight is read by itself too, and on the left."""
+    """Also reads one weight separately, as the left operand."""
 
     def trip(c, x):
         first, second = jnp.split(x @ jnp.concatenate([w["i"], w["h"].T], 1), 2, axis=1)
@@ -63,13 +63,12 @@ WRAPS = AROUND | {
 
 
 def innermost(fn, *args):
-    """The innermost scan of a program."""
     found = walk(jax.make_jaxpr(fn)(*args))
     return [e for e in found if e.primitive.name == "scan"][-1]
 
 
 def consts_and_body(fn):
-    """How many constants the innermost scan takes, and its program."""
+    """Returns the innermost scan's number of constants, and its program."""
     scan = innermost(fn, W, XS)
     return frames.scan_counts(scan)[0], str(scan.params["jaxpr"])
 
@@ -80,7 +79,7 @@ def assert_close(ours, plain, half):
 
 
 @pytest.mark.parametrize("name", WRAPS)
-def test_what_rearranges_constants_is_done_before_the_loop(name):
+def test_constants_are_rearranged_before_the_loop(name):
     fn = WRAPS[name](once)
     consts, body = consts_and_body(jamp.autocast(fn))
     assert (consts, consts_and_body(fn)[0]) == (1, 2)
@@ -89,7 +88,7 @@ def test_what_rearranges_constants_is_done_before_the_loop(name):
 
 
 @pytest.mark.parametrize("fn", [twice, printing])
-def test_what_is_read_twice_or_has_effects_stays(fn):
+def test_a_weight_read_twice_or_beside_an_effect_stays_in_the_loop(fn):
     consts, body = consts_and_body(jamp.autocast(fn))
     assert consts == consts_and_body(fn)[0] == 2 and "concatenate[" in body
 
@@ -120,7 +119,7 @@ def test_derivatives(name):
 
 @halves
 def test_a_sum_over_many_trips_is_exact(half):
-    """In bfloat16 it would stop at 256, in float16 at 2,048."""
+    """A half sum would stop at 256 in bfloat16, and at 2,048 in float16."""
     fn = jamp.autocast(
         lambda w, x: jax.lax.scan(lambda c, x: (c, x @ w), 0, x)[1], half
     )
@@ -130,8 +129,8 @@ def test_a_sum_over_many_trips_is_exact(half):
 
 @halves
 @pytest.mark.parametrize("promote", ["widest", "narrowest"])
-def test_what_reads_a_gate_reads_the_same_digits(half, promote):
-    """A mean of ones is one, whatever weighs them."""
+def test_all_readers_of_a_gate_read_the_same_digits(half, promote):
+    """A weighted mean of ones is one if both weights use the same gate."""
 
     def cell(h, x):
         gate = jax.nn.sigmoid(x @ W["i"] + h @ W["h"])
@@ -171,7 +170,7 @@ def masked(c, w):
 
 
 def flash(w, c):
-    """A sum of exponentials. Each is divided by the largest so far."""
+    """Sums exponentials, each divided by the largest so far."""
 
     def trip(c, x):
         top = jnp.maximum(c[0], (x @ w).max())
@@ -202,7 +201,7 @@ INTEGRATE = {
         lambda state: (state[0] + 1, state[1] + small(state[1], w)),
         (0, c),
     )[1],
-    # Of one row, what is added looks like a product and its bias.
+    # With one row, the sum looks like a matmul and its bias.
     "one row": lambda w, c: looped(lambda c, w: c + c @ w)(SMALL * w, c[0]),
     "data": lambda w, c: repeat(
         lambda c, x: c + x @ w, c, c * jnp.full((STEPS, 1, 1), 2**-8)
@@ -213,7 +212,7 @@ INTEGRATE = {
 
 @pytest.mark.parametrize("name", INTEGRATE)
 def test_a_loop_that_adds_to_its_carry_keeps_the_small_steps(name):
-    """At every level, also where the carry begins as the result of a product."""
+    """The carry starts as an input and as the result of a matmul."""
     if name == "custom_vjp" and getattr(jax.config, "jax_custom_vjp3", False):
         pytest.xfail("jamp._autocast.loops does not look into CustomVJPTraced yet")
     loop = INTEGRATE[name]
@@ -235,7 +234,7 @@ def test_a_loop_that_adds_to_its_carry_keeps_the_small_steps(name):
 
 
 def carries(fn, *args, promote="narrowest"):
-    """The dtypes that the innermost scan carries."""
+    """Returns the dtypes that the innermost scan carries."""
     scan = innermost(jamp.autocast(fn, "bfloat16", promote=promote), *args)
     _, count = frames.scan_counts(scan)
     found = [str(v.aval.dtype) for v in scan.outvars[:count]]
@@ -290,14 +289,15 @@ def cell(w, x, z, product=jnp.matmul):
 
 
 def fixed_point(w, x, cell=cell):
-    """A deep equilibrium: of a bfloat16 product the residual never falls below 1e-4."""
+    """Iterates to a fixed point. A bfloat16 matmul keeps the residual above 1e-4."""
+
     step = lambda c: (cell(w, x, c[0]), c[0])  # noqa: E731
     ends = lambda c: jnp.abs(c[0] - c[1]).max() > 1e-4  # noqa: E731
     return jax.lax.while_loop(ends, step, (cell(w, x, x), x))[0]
 
 
 def late(w, x):
-    """The condition depends on the product by way of two other carries."""
+    """The condition depends on the matmul through two other carries."""
     step = lambda c: (c[1], c[2], (c[2] @ w).sum() * x, c[3] + 1)  # noqa: E731
     return jax.lax.while_loop(lambda c: c[0].sum() > 0, step, (x, x, x, 0))[1]
 

@@ -1,4 +1,4 @@
-"""A `dot_general` that is not a matmul follows the rules of `mul` and `reduce_sum`."""
+"""Test that a `dot_general` that is no matmul follows `mul` or `reduce_sum`."""
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,7 @@ LEVELS = ("O0", "O1", "O2", "O4", "O5", "O6")
 rng = np.random.default_rng(0)
 normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
 
-# The shapes of the operands of an einsum, by its rule: multiplications follow `mul`,
-# and sums follow `reduce_sum`.
+# Einsums and the shapes of their operands, by rule.
 CALLS = {
     "promote": {
         "i,j->ij": ((3,), (4,)),
@@ -38,7 +37,7 @@ CALLS = {
 @pytest.mark.parametrize(
     ("rule", "spec"), [(rule, spec) for rule in CALLS for spec in CALLS[rule]]
 )
-def test_what_a_call_is(rule, spec):
+def test_which_rule_an_einsum_follows(rule, spec):
     args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in CALLS[rule][spec]]
     found = jamp.explain(lambda *args: jnp.einsum(spec, *args))(*args).operations
     (op,) = (op for op in found if op.primitive == "dot_general")
@@ -102,8 +101,7 @@ def test_an_inner_product_is_a_sum_in_float32(norm):
         assert error <= 4 * eps * np.linalg.norm(exact_gradient()), level
 
 
-def test_calls_of_a_gradient_inside_of_a_loss():
-    """The gradient of the matrix of a matvec is an outer product."""
+def test_the_gradient_of_a_matvec_is_an_outer_product():
 
     def penalty(w, t):
         of_matrix = jax.grad(lambda w: jnp.cos(w @ t).sum())(w)  # - sin(w @ t) ⊗ t
@@ -117,7 +115,7 @@ def test_calls_of_a_gradient_inside_of_a_loss():
         np.testing.assert_array_equal(cast(w, t)[0], t)
 
 
-def test_a_wish_for_float32_is_one_and_half_stays_half():
+def test_why_a_scaling_einsum_is_float32():
     h, s = normal(4, 8), normal(4)
 
     def scaled(h, s, **options):

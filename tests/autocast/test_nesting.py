@@ -1,4 +1,4 @@
-"""Autocast within autocast and jit, beside other policies, and effects."""
+"""Test autocast inside autocast, jit and checkpoints, and its effects."""
 
 import functools
 
@@ -26,7 +26,7 @@ def layer(x):
 
 
 def dtypes(fn, *args):
-    """The dtypes of the left factors, in the order of the program."""
+    """Returns the dtypes of the left operands, in the order of the program."""
     return [p.lhs for p in products(fn, *args)]
 
 
@@ -57,7 +57,7 @@ def loss(w):
 @pytest.mark.parametrize("policy", ["dots_saveable", "everything_saveable"])
 @pytest.mark.parametrize("within", ["plain", "jit", "scan", "vmap"])
 def test_a_loss_may_be_checkpointed_inside_and_outside(within, policy):
-    """A head pins the sums that both checkpoints save."""
+    """Both checkpoints save sums that a head pins."""
     checkpoint = functools.partial(jax.checkpoint, policy=getattr(POLICIES, policy))
     wanted = jax.grad(loss)(W)
     inside = half(checkpoint(AROUND[within](loss)))
@@ -65,7 +65,7 @@ def test_a_loss_may_be_checkpointed_inside_and_outside(within, policy):
         np.testing.assert_allclose(jax.grad(fn)(W), wanted, 2e-2, 1e-3)
 
 
-# ---- nesting: the innermost policy wins, but where casts are disabled
+# ---- nesting: the innermost policy wins, unless casts are disabled
 
 
 FLOAT32 = jamp.AutocastLists().with_primitive("dot_general", "float32")
@@ -102,8 +102,7 @@ def test_the_innermost_policy_wins(name):
     assert set(grads) == set(expected) and len(grads) >= 2 * len(expected)
 
 
-def test_a_jitted_function_is_decided_on_anew_where_it_is_called():
-    """Autocast rewrites its program once for each mark and dtype of arguments."""
+def test_each_call_of_a_jitted_function_is_cast_separately():
     twice = jax.jit(lambda x: jnp.concatenate([x, x]))
     product = jax.jit(lambda x: x @ W)
 
@@ -119,7 +118,7 @@ def test_a_jitted_function_is_decided_on_anew_where_it_is_called():
     assert found == ["float16", "float32"]
 
 
-def test_it_adds_nothing_to_what_it_has_nothing_to_do_with():
+def test_a_program_of_integers_is_unchanged():
     def fn(i, mask):
         return jnp.where(mask, i * 2, i).sum(), jnp.cumsum(i)
 
@@ -135,7 +134,7 @@ def test_constants_stay_float32_outside_and_are_cast_at_their_use():
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
-def test_effects_stay_where_they_were_and_see_the_programs_dtype(wrap, capfd):
+def test_effects_keep_their_order_and_dtype(wrap, capfd):
     seen = []
 
     def fn(x):

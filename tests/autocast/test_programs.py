@@ -1,4 +1,4 @@
-"""Ordinary programs under autocast: none raises, or changes its types or its lines."""
+"""Test ordinary programs under autocast: values, types, dtypes and source lines."""
 
 import functools
 import re
@@ -57,7 +57,7 @@ def close(got, expected, eps):
 
 
 def ordinary(name, cast):
-    """The program, in one with its gradients if they are looked at."""
+    """Returns the program, with its gradients if the test checks them."""
     fn = cast(ORDINARY[name])
     if name not in WITH_GRADIENTS:
         return fn
@@ -125,7 +125,7 @@ def test_constants_that_half_cannot_hold_keep_their_value(name):
         close(jamp.autocast(fn, promote=promote)(W), fn(W), HALVES["float16"])
 
 
-# ---- dtypes that autocast has nothing to do with
+# ---- other dtypes
 
 
 def test_float64_stays():
@@ -149,7 +149,7 @@ def test_integers_bools_complex_and_keys_pass_untouched():
         np.testing.assert_array_equal(g, e)
 
 
-def test_numpy_values_that_are_no_floats_stay_concrete():
+def test_numpy_values_other_than_floats_stay_concrete():
     def fn(x, count, shape, names):
         assert count > 2 and names[0] == "a"
         return jnp.ones(shape) @ x
@@ -170,9 +170,9 @@ def layers(w):
 
 
 def places(fn):
-    """By primitive, the name stack of each equation, and its line in this file."""
+    """Yields each equation's primitive, name stack and line in this file."""
     eqns = list(walk(jax.make_jaxpr(fn)(W).jaxpr))
-    # `with_weight`, which stands where the product did.
+    # `with_weight` replaces the matmul.
     names = "custom_jvp_call", "CustomJVPTraced"
     calls = [e for e in eqns if primitive_name(e) in names]
     programs = [frames_of(call)[0].program for call in calls]
@@ -195,12 +195,12 @@ def test_equations_and_casts_point_at_the_lines_of_the_user():
     assert casts and set(casts) <= {at for _, at in others}
 
 
-def test_the_names_of_a_derivative_are_those_of_the_plain_derivative():
+def test_a_derivative_keeps_the_plain_name_stacks():
     def stacks(fn):
-        # Not compiled: from JAX's cache it has the names of who compiled it first.
+        # A compiled program from JAX's cache has the names of its first caller.
         lowered = jax.jit(jax.grad(lambda w: fn(w).sum())).lower(W)
         names = re.findall(r'"([^"]*)/dot_general"', lowered.as_text(debug_info=True))
-        # Under JAX's flags the derivative of `with_weight` ends with a word of its own.
+        # Under JAX's flags, names in the derivative of `with_weight` have a suffix.
         own = r"(/eval_jaxpr|/transpose\(\))?(/cond/branch_\d_fun)?$"
         return {re.sub(own, "", name) for name in names}
 
@@ -241,7 +241,7 @@ def types(tree):
 
 
 @pytest.mark.parametrize("name", RETURNED)
-def test_types_are_those_of_the_plain_function(name):
+def test_types_match_the_plain_function(name):
     fn, x = RETURNED[name]
     cast, expected = jamp.autocast(fn), fn(x)
     assert types(cast(x)) == types(jax.jit(cast)(x)) == types(expected)
@@ -253,7 +253,7 @@ def test_types_are_those_of_the_plain_function(name):
 
 
 @pytest.mark.parametrize("kind", [np.float64, np.float32, jnp.bfloat16])
-def test_numpy_comes_back_as_an_array_of_its_own(kind):
+def test_a_returned_numpy_array_is_a_copy(kind):
     for x in (TABLE.astype(kind), kind(1.5)):
         y = jamp.autocast(lambda x: x)(x)
         assert types(y) == types(jnp.asarray(x))
@@ -263,7 +263,7 @@ def test_numpy_comes_back_as_an_array_of_its_own(kind):
             np.testing.assert_array_equal(y, TABLE)
 
 
-def test_what_is_no_array_is_untouched():
+def test_other_objects_are_returned_unchanged():
     other = object()
     fn = lambda x: (x.shape[0], 2.0, "name", None, other, TABLE)  # noqa: E731
     got = jamp.autocast(fn)(X)

@@ -1,4 +1,4 @@
-"""Autocast and all of JAX: no crash, no other type, no new infinity."""
+"""Test all functions of JAX under autocast: no error, new type or new infinity."""
 
 import functools
 import warnings
@@ -21,13 +21,13 @@ MODES = [(h, p) for h in ("float16", "bfloat16") for p in ("widest", "narrowest"
 
 
 def through_a_product(x: Any) -> Any:
-    """The same, as a product gives it: in half."""
+    """Returns `x` as the half result of a matmul."""
     numbers = (((x.ndim,), (0,)), ((), ()))
     return lax.dot_general(x[..., None], jnp.ones((1, 1), x.dtype), numbers)[..., 0]
 
 
 def direct_and_after(fn: Callable, cast: Callable = lambda fn: fn) -> Callable:
-    """A function of its arguments, and of the same as products give them."""
+    """Calls `fn` on its arguments and on the same from matmuls."""
 
     def after(*args):
         return fn(*map(through_a_product, args))
@@ -36,7 +36,7 @@ def direct_and_after(fn: Callable, cast: Callable = lambda fn: fn) -> Callable:
 
 
 def both_passes(fn: Callable, has_gradients: bool) -> Callable:
-    """Results, and gradients of the sum of the floats among them."""
+    """Returns a function of the results and of the gradients of their floats' sum."""
 
     def loss(args):
         outs = jax.tree.leaves(fn(*args))
@@ -56,7 +56,7 @@ def has_gradients(fn: Callable, args: list) -> bool:
 
 
 def check(name: str, modes: list = MODES) -> list[str]:
-    """What autocast does wrong with a function, if any arguments fit it: sentences."""
+    """Returns sentences about what autocast does wrong with a function."""
     found = call_of(name)
     if found is None:
         return []
@@ -92,7 +92,7 @@ def check(name: str, modes: list = MODES) -> list[str]:
 
 
 def differences(got: Any, right: Any, exact: bool) -> Iterator[str]:
-    """Sentences about infinities, and about changes of results without a product."""
+    """Yields sentences about infinities and, without a matmul, about changes."""
     parts = {"direct": lambda r: r[0][0], "after": lambda r: r[0][1]}
     for part, of in (parts | {"gradient": lambda r: r[1]}).items():
         pairs = zip(jax.tree.leaves(of(got)), jax.tree.leaves(of(right)), strict=True)
@@ -100,7 +100,7 @@ def differences(got: Any, right: Any, exact: bool) -> Iterator[str]:
             if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
                 a, b = jax.random.key_data(a), jax.random.key_data(b)
             a, b = (np.asarray(x, np.complex64) for x in (a, b))
-            # The gradient of a product's result has half's range.
+            # The gradient of a matmul's result has the range of half.
             finite = np.abs(b) < (6e4 if part == "gradient" else np.inf)
             if (finite & ~np.isfinite(a)).any():
                 yield f"{part} [{i}] is not finite"
@@ -115,12 +115,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
 ]
 
-# In CI, one of so many; all by `make sweep`.
+# CI tests one in 128 functions, and `make sweep` all.
 SAMPLE = 128
 SAMPLED = [name for name in NAMES if zlib.crc32(name.encode()) % SAMPLE == 32]
 
-# Hazards of `narrowest` that docs/autocast.md lists, by words of what `check` says, and
-# in which functions: what a product gave makes half of numbers beyond its range.
+# Documented hazards of `narrowest`: words that `check` says, and the functions. A half
+# operand narrows numbers beyond the range of half.
 HAZARDS = (
     ("float16 narrowest", "losses.ctc_loss"),  # a log of 0 that is -1e5, in a carry
     ("float16 narrowest", "random.f"),  # a ratio of small numbers
@@ -129,7 +129,7 @@ HAZARDS = (
 
 
 def new(name, found):
-    """The sentences that are not about a known hazard."""
+    """Returns the sentences that are not about a known hazard."""
     known = [words for words, at in HAZARDS if f"{name}_".startswith(f"{at}_")]
     return [text for text in found if not any(words in text for words in known)]
 

@@ -1,4 +1,4 @@
-"""Autocast beside torch's rules: the sentence of `promote="widest"`, on programs."""
+"""Test that `promote="widest"` is as accurate as torch's rules on small programs."""
 
 import itertools
 
@@ -12,7 +12,7 @@ from tests.oracles.torch_autocast import torch_autocast
 from tests.support.extent import more
 from tests.support.small_programs import PROGRAMS
 
-# Less accurate, by a factor of 3.5 at most: a norm of half values gives half.
+# Less accurate by a factor of up to 3.5, because a norm of half values returns half.
 EXCEPT = ("group_norm_after_conv",)
 
 X = jnp.linspace(0.1, 1.9, 12).reshape(3, 4)
@@ -22,7 +22,7 @@ S = jnp.float32(0.3)
 
 
 def half(x):
-    """Rounded to bfloat16, for formulas in float64."""
+    """Rounds to bfloat16, and returns float64."""
     return np.asarray(jnp.asarray(x, jnp.float32).astype(jnp.bfloat16), np.float64)
 
 
@@ -70,7 +70,7 @@ pytestmark = pytest.mark.standard_promotion
 
 
 def check(name, *halves):
-    """Holds a program to 1.1 x, or an exception to 3.5 x."""
+    """Allows an error of 1.1 times torch's, or 3.5 times for an exception."""
     for row in measure(name, PROGRAMS[name], *halves):
         assert row.is_fine(3.5 if name in EXCEPT else 1.1), row
 

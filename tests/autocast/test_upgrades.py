@@ -1,8 +1,7 @@
-"""JAX's planned upgrades, which become its default, and the primitives that they bring.
+"""Test JAX's planned upgrades, which flags enable, and their primitives.
 
-Under the flags every construct runs in half. Autocast changes its values and gradients
-by roundings alone. `.ci/run` runs other files under the flags that JAX can
-differentiate: test_coverage has the gradients of all constructs.
+`.ci/run` runs other files under the flags that JAX can differentiate. test_coverage has
+the gradients of all constructs.
 """
 
 import functools
@@ -23,13 +22,13 @@ from tests.support.programs import evaluate, products, products_of
 
 DIFFERENTIABLE = ("jax_custom_vjp3", "jax_custom_jvp3", "jax_remat3")
 OLD = jax.__version_info__ < (0, 12)
-pytestmark = pytest.mark.skipif(OLD, reason="JAX 0.11 has others")
+pytestmark = pytest.mark.skipif(OLD, reason="JAX 0.11 has other flags")
 half = functools.partial(jamp.autocast, dtype="float16")
 
 
 @pytest.fixture
 def upgraded():
-    """Switches flags on, until the end of the test."""
+    """Switches flags on until the end of the test."""
     before = {}
 
     def switch_on(*flags):
@@ -44,7 +43,7 @@ def upgraded():
 
 @pytest.fixture(autouse=True)
 def known():
-    """Autocast knows every primitive. Each would warn anew, which is an error."""
+    """Clears the cache of warnings. A warning about any primitive is an error."""
     rewrite._warn_of_unknown.cache_clear()
 
 
@@ -59,7 +58,7 @@ assert_close = functools.partial(assert_near, most=TOLERANCE)
 
 @pytest.mark.parametrize("name", TABLE)
 def test_a_construct_under_all_flags(name, upgraded):
-    """Forward: JAX 0.12 has no reverse derivative of its new scan."""
+    """Runs forward only: JAX 0.12 cannot differentiate its new scan in reverse."""
     upgraded(*DIFFERENTIABLE, "jax_scan3")
     fn = TABLE[name](lambda fn: fn)
     try:
@@ -72,7 +71,7 @@ def test_a_construct_under_all_flags(name, upgraded):
     assert_close(evaluate(cast, W, X), expected)
 
 
-# ---- what only the new kind has
+# ---- features of the new kind
 
 
 def fwd(w, x):
@@ -80,7 +79,7 @@ def fwd(w, x):
 
 
 def bwd(saved, g):
-    """It is three times too large in `w`: to ignore it shows."""
+    """Triples the gradient of `w`, so that ignoring this rule shows."""
     return 3.0 * (saved[1].T @ g), g @ saved[0].T
 
 
@@ -101,7 +100,7 @@ def test_a_custom_vjp_eagerly_and_with_autocast_inside():
 
 
 def defremat():
-    """As `tripled`, with what `jax.checkpoint` keeps said by the function itself."""
+    """Returns `tripled` with its own rule for `jax.checkpoint`."""
     function = jax.custom_vjp(layer)
     function.defremat(lambda w, x: (layer(w, x), ()), lambda _, w, x: fwd(w, x), bwd)
     return function
@@ -155,7 +154,7 @@ def test_gradients_of_rules_and_policies(name, place, upgraded):
 
 
 def with_reference(w, x):
-    """A checkpoint around a mutable array, which JAX has under `jax_remat3` alone."""
+    """Checkpoints a mutable array, which JAX allows only under `jax_remat3`."""
 
     def body(x):
         kept = jax.new_ref(jnp.zeros_like(x))
@@ -171,11 +170,11 @@ def test_a_checkpoint_around_a_reference(upgraded):
     assert_close(evaluate(half(with_reference), W, X), with_reference(W, X))
 
 
-# ---- objects that nobody knows
+# ---- unknown objects
 
 
 class Mystery(hijax.HiPrim):
-    """Says what it does, and has a derivative that is wrong by a factor."""
+    """Can expand, and has a derivative that is wrong by a factor."""
 
     def __init__(self, aval, fails=False):
         self.in_avals, self.out_aval = (aval, aval), aval
@@ -202,7 +201,7 @@ def lowered_products(fn):
     return [p.lhs for p in products_of(jax.jit(fn).trace(W, X).lojax.jaxpr)]
 
 
-def test_an_object_that_nobody_knows_is_looked_into():
+def test_autocast_expands_an_unknown_object():
     assert set(lowered_products(half(mystery))) == {"float16"}
     assert_close(evaluate(half(mystery), W, X), mystery(W, X))
     assert_close(gradients(half(mystery), W, X), gradients(mystery, W, X))
@@ -211,7 +210,7 @@ def test_an_object_that_nobody_knows_is_looked_into():
 
 
 @pytest.mark.parametrize("error", [NotImplementedError(), KeyError("scale")])
-def test_an_object_that_does_not_say_what_it_does_is_opaque(error):
+def test_an_object_that_cannot_expand_is_opaque(error):
     fn = functools.partial(mystery, fails=error)
     rewrite._warn_of_unknown.cache_clear()
     with pytest.warns(jamp.AutocastWarning, match="'Mystery'") as warned:
@@ -221,7 +220,7 @@ def test_an_object_that_does_not_say_what_it_does_is_opaque(error):
     assert len(reports) == isinstance(error, KeyError)
 
 
-# ---- primitives of the old kind that hold programs, or none
+# ---- primitives of the old kind
 
 
 def linear_call(w, x):
@@ -231,20 +230,20 @@ def linear_call(w, x):
 
 
 def root(w, x):
-    """It is found in float32."""
+    """Solves in float32."""
     solve = lambda f, y: y - f(y) / 2.0  # noqa: E731
     linear = lambda g, y: y / g(jnp.ones_like(y))  # noqa: E731
     return lax.custom_root(lambda y: 2.0 * y - layer(w, x), x, solve, linear) @ w
 
 
 def scaled_blocks(w, x):
-    """It is as the user says."""
+    """Multiplies in the dtypes that the user chose."""
     scales = jnp.ones((1, 8, 4), jnp.float8_e8m0fnu)
     blocks = [jnp.tile(y, 16)[None].astype(jnp.float8_e4m3fn) for y in (x @ w, w)]
     return jax.nn.scaled_matmul(*blocks, scales, scales)[0] @ w
 
 
-# With the arguments in which JAX differentiates them.
+# Each with the arguments that JAX can differentiate.
 HOLDERS = {
     "linear_call": (linear_call, (1,)),
     "composite": (lax.composite(layer, "test.layer"), ()),
@@ -254,7 +253,7 @@ HOLDERS = {
 
 
 @pytest.mark.parametrize("name", HOLDERS)
-def test_values_gradients_and_products_of(name):
+def test_other_primitives_that_hold_programs(name):
     fn, argnums = HOLDERS[name]
 
     def both(fn):

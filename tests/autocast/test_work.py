@@ -1,4 +1,4 @@
-"""The work of a trace grows in proportion to the program, however deep it is."""
+"""Test that the work of a trace is proportional to the size of the program."""
 
 import functools
 
@@ -16,7 +16,7 @@ W = jnp.eye(8)
 
 
 def work(fn):
-    """How many calls of our functions a trace of `fn(w)` makes."""
+    """Counts the calls of our functions in a trace of `fn(w)`."""
     _, calls = calls_of(jax.make_jaxpr(fn), W)
     return sum(calls.values())
 
@@ -42,7 +42,7 @@ def layers(depth):
 
 
 def nested(around):
-    """A layer inside of `depth` calls of a transformation."""
+    """Nests a layer in `depth` calls of a transformation."""
 
     def of(depth):
         if not depth:
@@ -54,7 +54,7 @@ def nested(around):
 
 
 def loops(depth):
-    """Loops in loops, each of which also carries what it does not multiply."""
+    """Nests loops, each of which also carries a value that it does not multiply."""
 
     def of(depth):
         if not depth:
@@ -68,7 +68,7 @@ def loops(depth):
 
 
 def trainer(rows):
-    """A custom derivative whose rule is a method of an object with a data set."""
+    """Returns a custom derivative whose rule is a method of an object with data."""
 
     class Trainer:
         def __init__(self):
@@ -105,6 +105,7 @@ def test_the_work_of_a_trace_is_linear(name):
 
 
 def test_the_data_of_an_object_with_a_rule_is_not_searched():
-    """A trainer of 200,000 rows took 2 seconds at each trace."""
+    """Searching 200,000 rows would take two seconds per trace."""
+
     few, many = (work(jamp.autocast(trainer(rows))) for rows in (10, 10_000))
     assert few == many

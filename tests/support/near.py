@@ -7,7 +7,7 @@ import numpy as np
 
 
 def distance(got: Any, expected: Any, least: float = 0.0) -> float:
-    """Divides the error's norm by the expected norm, or by `least` if that is larger."""
+    """Divides the norm of the error by the expected norm, or by a larger `least`."""
     got, expected = (np.asarray(x, np.float64) for x in (got, expected))
     return np.linalg.norm(got - expected) / max(np.linalg.norm(expected), least)
 
