@@ -121,7 +121,7 @@ def whole(level="O2", tx=ADAM, tree=None, **kwargs):
 
 
 def saved(level="O2", **kwargs):
-    """Returns mutable dicts, through msgpack."""
+    """Returns a checkpoint as mutable dicts, through msgpack."""
     checkpoint = jamp.to_checkpoint(whole(level, **kwargs))
     return serialization.msgpack_restore(serialization.msgpack_serialize(checkpoint))
 
@@ -151,7 +151,7 @@ MODELS = {"tree": [jnp.ones(2)] * 2, "tx": [ADAM] * 2}
 CAST = "float16, expected float32.*cast them first"
 RAW = "flax.serialization.from_state_dict.*same opt level.*to_checkpoint"
 TAKES = "jamp.to_checkpoint gave, or .*TrainState; got .*keys"
-# Words of the message in order, a function for the checkpoint, and the target.
+# A pattern for the message, a function that makes the checkpoint, and target options.
 WRONG = [
     (f"{BIAS} is missing.*model", lambda: changed(BIAS), {}),
     (rf"{BIAS}.*\(3,\).*\(2,\)", lambda: changed(BIAS, np.ones(3, F32)), {}),
@@ -178,7 +178,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("words, checkpoint, options", WRONG)
-def test_what_does_not_fit_is_named_and_nothing_changes(words, checkpoint, options):
+def test_a_misfit_is_named_and_nothing_changes(words, checkpoint, options):
     checkpoint, target = checkpoint(), whole(**options)
     before, held = copy(target), jax.tree.map(np.array, checkpoint)
     with pytest.raises(ValueError, match=words):
@@ -187,7 +187,7 @@ def test_what_does_not_fit_is_named_and_nothing_changes(words, checkpoint, optio
     assert_same_bits(jax.tree.map(np.array, checkpoint), held)
 
 
-def test_several_differences_are_told_at_once_but_not_all_of_many():
+def test_an_error_lists_several_differences_but_not_a_hundred():
     checkpoint = changed(BIAS)
     del checkpoint["step"]
     with pytest.raises(ValueError, match=f"2 place.*{BIAS}.*step"):
@@ -212,7 +212,7 @@ def test_a_flax_state_may_have_a_field_version():
         assert_same_bits(jamp.master_params(found), plain.params)
 
 
-def test_a_pure_bfloat16_run_is_read_as_the_error_shows():
+def test_a_pure_bfloat16_run_loads_as_the_error_says():
     plain = TrainState.create(apply_fn=None, params=IN_BF16, tx=ADAM)
     for form in (plain, serialization.to_state_dict(plain)):
         with pytest.raises(ValueError) as error:
@@ -247,7 +247,7 @@ def test_a_replicated_state_and_an_ensemble_are_refused(kind):
     assert_same_bits(average.params, state.params)
 
 
-def test_the_arguments_the_wrong_way_round():
+def test_arguments_in_the_wrong_order_are_refused():
     state, checkpoint = whole(), saved()
     for call, args, words in (
         (jamp.from_checkpoint, (checkpoint, state), "AmpState .*got dict"),
@@ -263,7 +263,7 @@ def test_the_arguments_the_wrong_way_round():
 
 
 O5, REMAINDER = {"level": "O5"}, {"level": "O5", "store_remainder": True}
-# Options of the state, options of the target, and words of the message.
+# Options of the state, options of the target, and a pattern for the message.
 OTHER_STATES = [
     ({}, O5, r"bias.*dtype float16.*bfloat16"),
     (REMAINDER, O5, "masters.*uint16.*float32"),

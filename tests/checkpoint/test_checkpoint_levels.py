@@ -67,7 +67,7 @@ def lived(state):
     old, state = state, drawn(state)
     scales = zip(old.loss_scale_rules, old.loss_scales, state.loss_scales, strict=True)
     scales = [
-        now._replace(hysteresis=0 * now.hysteresis) if rule.moves else was  # of 1
+        now._replace(hysteresis=0 * now.hysteresis) if rule.moves else was
         for rule, was, now in scales
     ]
     half = lambda m, p: jnp.asarray(rounded(m, p.dtype))  # noqa: E731
@@ -143,7 +143,6 @@ def test_from_each_level_to_each(source, target):
     state, fresh = at(source), make(target, seed=1)
     new = moved(state, fresh)
     assert_moved(new, state, fresh)
-    # Into shapes.
     assert_same_bits(moved(state, jax.eval_shape(lambda: fresh)), new)
     if source == target:
         assert_same_bits(new, state)
@@ -158,7 +157,7 @@ def test_from_each_level_to_each(source, target):
         assert_same_bits(there_and_back.opt_state, state.opt_state)
 
 
-def test_a_static_scale_neither_gives_nor_takes():
+def test_a_static_scale_is_neither_saved_nor_loaded():
     # A static scale is compiled into the step, so another value would be wrong.
     static = lived(make("O2", loss_scale=128.0))
     for source, rule, scale in (
@@ -172,7 +171,7 @@ def test_a_static_scale_neither_gives_nor_takes():
 
 
 @pytest.mark.parametrize("level", ["O0", "O2"])
-def test_a_restored_state_is_not_compiled_anew_and_can_be_donated(level):
+def test_a_restored_state_needs_no_compilation_and_can_be_donated(level):
     state = at("O0")
     kept, fresh = copy(state), make(level, seed=1)
     step = jax.jit(lambda s: s.replace(step=s.step + 1), donate_argnums=0)
@@ -191,7 +190,7 @@ ODD = np.uint32(
 
 
 @pytest.mark.parametrize("level", ["O0", "O2", "O5", "remainders"])
-def test_remainders_come_back_bit_for_bit_through_masters_too(level):
+def test_remainders_return_bit_for_bit_through_masters_too(level):
     def remainders(values):
         tree = {"w": jnp.asarray(values)}
         return make("O5", tree=tree, store_remainder=True)
@@ -290,7 +289,7 @@ def test_states_of_every_kind_move(kind):
 
 
 @pytest.mark.parametrize("tx, level", [(ADAM, "O0"), (ADAM, "O5"), (None, "O2")])
-def test_for_inference_params_and_fields_are_read_alone(tx, level):
+def test_inference_loads_only_params_and_fields(tx, level):
     state = lived(make("O2", tx=tx, ema=jnp.full(2, 3.0)))
     target = make(level, seed=1, tx=None, ema=jnp.zeros(2))
     new = moved(state, target)
@@ -318,7 +317,7 @@ to_dict = serialization.to_state_dict
 FORMS = (lambda state: state, to_dict, lambda state: written(to_dict(state)))
 
 
-def test_what_orbax_restores_without_a_target_is_read(tmp_path):
+def test_a_tree_that_orbax_restores_without_a_target_loads(tmp_path):
     # Tuples become lists, and empty states None.
     ours = lived(like_flax("O0"))
     with ocp.StandardCheckpointer() as checkpointer:

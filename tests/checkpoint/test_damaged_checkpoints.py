@@ -35,7 +35,7 @@ STATE = begin()
 BEFORE = jax.tree.map(jnp.copy, STATE)
 PORTABLE = jax.tree.map(np.asarray, jamp.to_checkpoint(STATE))
 OWN = jax.tree.map(np.asarray, serialization.to_state_dict(STATE))
-# The path of a file, its form, and a function that reads the form.
+# A tree, the function that reads it, and the function that writes it.
 FORMS = {
     "to_checkpoint": (PORTABLE, jamp.from_checkpoint, jamp.to_checkpoint),
     "state": (OWN, serialization.from_state_dict, serialization.to_state_dict),
@@ -139,7 +139,7 @@ def test_damaged_trees_raise_or_load_exactly(form):
     assert 25 < whole < 175
 
 
-def test_a_state_that_orbax_restored_is_looked_at_by_check():
+def test_check_finds_a_bad_value_that_orbax_restored():
     bad = STATE.loss_scales[0]._replace(scale=jnp.float32(np.nan))
     found = STATE.replace(loss_scales=(bad,))  # Orbax checks no values
     with pytest.raises(
@@ -191,7 +191,7 @@ DOORS = {
 def test_loading_never_unpickles(door, tmp_path):
     mark = tmp_path / "mark"
     data = pickle.dumps(Hostile(mark))
-    with pytest.raises(Exception):  # noqa: B017, of whoever reads it first
+    with pytest.raises(Exception):  # noqa: B017, the type depends on the reader
         DOORS[door](data, tmp_path)
     assert not mark.exists()
     pickle.loads(data)

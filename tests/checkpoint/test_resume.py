@@ -1,7 +1,7 @@
 """Test that a new process resumes bit for bit, and that files are never partial.
 
-`python -m tests.checkpoint.test_resume FOLDER` is the new process: it restores what was
-saved, trains on, and prints a line of JSON.
+`python -m tests.checkpoint.test_resume FOLDER` is the new process. It restores the
+states, trains on, and prints a line of JSON.
 """
 
 import json
@@ -86,7 +86,7 @@ def step_all(states, batches):
 
 
 def train(states, batches):
-    states = jax.device_put(states, jax.devices()[0])  # as Orbax does, to compile once
+    states = jax.device_put(states, jax.devices()[0])  # as Orbax does: compiles once
     for pair in batches:
         states = step_all(states, pair)
     return states

@@ -11,13 +11,13 @@ import jamp
 
 F32 = jnp.float32
 AXES = ("data", "model")
-# How each param of `mlp` lies, whole where it is not named.
+# The sharding of each param of `mlp`. Others are replicated.
 FSDP = dict.fromkeys(("in", "bias", "norm", "out"), P("data"))
 TENSOR = dict.fromkeys(("bias", "norm", "out"), P("model")) | {"in": P(None, "model")}
 LAYOUTS = {"replicated": {}, "fsdp": FSDP, "tensor": TENSOR}
-# Every device has rows of its own, but those that share a layer share its rows.
+# Devices that share a layer share its rows.
 ROWS = {"replicated": P(AXES), "fsdp": P(AXES), "tensor": P("data")}
-# Each device holds enough of a leaf for a kernel, 128 elements; one is too small.
+# Each device holds enough elements of a leaf for a kernel, 128, except for `few`.
 LEAVES = {
     "both": ((32, 40), P("data", "model")),
     "combined": ((128, 9), P(("data", "model"))),
@@ -38,7 +38,7 @@ def mesh_of(kind="Auto", shape=(4, 2), devices=None):
 
 
 def shardings(tree, mesh, specs):
-    """Returns the sharding of each leaf: its param's, or replicated for a number."""
+    """Returns the sharding of each leaf: its param's, or replicated for a scalar."""
 
     def leaf(path, x):
         names = [getattr(key, "key", None) for key in path]
@@ -61,7 +61,7 @@ def shapes(tree, mesh, specs):
 
 
 def misplaced(tree, wanted):
-    """The leaves that do not lie as wanted."""
+    """Describes the leaves whose sharding is not the wanted one."""
     pairs = zip(jax.tree.leaves_with_path(tree), jax.tree.leaves(wanted), strict=True)
     return [
         f"{jax.tree_util.keystr(path)}: {x.sharding}, not {sharding}"
@@ -71,7 +71,7 @@ def misplaced(tree, wanted):
 
 
 def mlp(params, x):
-    """Its norm's scale stays in float32 where the level keeps it."""
+    """Applies a model whose norm may keep a float32 scale."""
     hidden = jax.nn.relu(x @ params["in"] + params["bias"])
     wide = hidden.astype(F32)
     spread = jnp.sqrt(wide.var(-1, keepdims=True) + 1e-3)
@@ -91,7 +91,7 @@ def loss_fn(params, state, x, y):
 
 
 def start(params, tx, level, **fields):
-    """At the levels of masters, the norm stays in float32."""
+    """Initializes a state. With master weights, the norm stays float32."""
     if level in ("O2", "O5") and "norm" in params:
         fields["keep_fp32"] = "norm"
     fields = {"apply_fn": mlp, "loss_scale": RULE, "verbosity": 0} | fields
@@ -99,7 +99,7 @@ def start(params, tx, level, **fields):
 
 
 def collectives(jaxpr):
-    """What crosses devices in a program, and in those within it."""
+    """Returns the operands of all collectives in a program."""
     found = []
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         if eqn.primitive.name.startswith(("psum", "pmin", "pmax", "all_", "reduce_sc")):

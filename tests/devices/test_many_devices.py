@@ -1,4 +1,4 @@
-"""Training on 8 CPU devices is that on one; by shard_map, gradients are the mean."""
+"""Test that eight CPU devices train like one, and average gradients in shard_map."""
 
 import contextlib
 import functools
@@ -38,10 +38,9 @@ def on_each(check_vma, f, in_specs=(ALL, ROW), out_specs=(ROW, ALL), mesh=None):
     return jax.shard_map(f, mesh=mesh or mesh_of(), **specs)
 
 
-# Every level and optimizer, by a step that says nothing of devices. Compiling takes the
-# time: all states are one program. No kernel is emulated: the emulator keeps one clock
-# for all devices, and on JAX 0.11 ends the process. test_many_devices_h200.py compiles
-# them.
+# One program steps the states of all levels and optimizers, which saves compile time.
+# The kernels do not run, because their emulator ends the process on JAX 0.11.
+# test_many_devices_h200.py compiles them.
 
 ADAM = optax.adam(1e-2, eps=1e-2)
 STATES = {level: (level, ADAM) for level in ("O1", "O2", "O3", "O5")} | {
@@ -50,7 +49,7 @@ STATES = {level: (level, ADAM) for level in ("O1", "O2", "O3", "O5")} | {
     "sgd": ("O0", jo.fused_sgd(1e-2, 0.9)),
     "adagrad": ("O5", jo.fused_adagrad(1e-2, eps=1e-2)),  # its masters are split
 }
-# Those that also run data parallel by hand: `check_vma` and `predivide`.
+# The states that also run under shard_map, with `check_vma` and `predivide`.
 BY_HAND = {"O2": (False, 8.0), "O5": (True, 3.0), "lamb": (True, None)}
 NAMES = {
     "replicated": ("O3", "O5"),
@@ -58,13 +57,13 @@ NAMES = {
     "tensor": ("O1", "O5", "lamb"),
     "shard_map": BY_HAND,
 }
-# XLA adds up in another order; half is rounded at other places by its partitioner. At
-# O3 a weight that rounds the other way differs by a percent of its change.
+# XLA's partitioner changes the order of sums and the places of rounding. At O3, a
+# weight that rounds the other way differs by a percent of its change.
 TOLERANCES = {"O0": 1e-5, "O3": 0.05, "O5": 2.0**-5}
 
 
 def batches(sharding=None):
-    """Four; in the second, one number on the last device overflows."""
+    """Returns four batches. One number on the last device overflows in the second."""
     rng = np.random.default_rng(1)
     xs = np.float32(rng.normal(size=(4, 16, 8)))
     xs[1, -1, 3] = np.inf
@@ -89,7 +88,7 @@ def step_all(states, x, y):
 
 @jax.jit
 def step_all_by_hand(states, x, y):
-    """Data parallel: each device has an eighth of the batch, and all params."""
+    """Runs data parallel: each device has an eighth of the batch, and all params."""
 
     def mapped(check_vma, predivide):
         by_hand = functools.partial(step, axis_name=AXES, predivide=predivide)
@@ -121,14 +120,14 @@ def moved(state):
     """Returns the changes of the params and the moments in float64."""
     trees = jamp.master_params(state), mlp_params()
     params = jax.tree.map(lambda a, b: np.float64(a) - np.float64(b), *trees)
-    # A remainder may differ in all bits where its master hardly does.
+    # A remainder may differ in all bits even if the masters nearly agree.
     moments = [x for x in jax.tree.leaves(state.opt_state) if x.dtype != jnp.uint16]
     return jax.tree.leaves(params) + list(map(np.float64, [*moments, state.step]))
 
 
 @pytest.mark.parametrize("layout", NAMES)
 @pytest.mark.eight_devices
-def test_a_mesh_trains_as_one_device_does(layout):
+def test_a_mesh_trains_like_one_device(layout):
     mesh, specs = mesh_of(), LAYOUTS.get(layout, {})
     params = placed(mlp_params(), mesh, specs)
     states = {name: begin(name, params) for name in NAMES[layout]}
@@ -144,8 +143,8 @@ def test_a_mesh_trains_as_one_device_does(layout):
 
 
 @pytest.mark.eight_devices
-def test_each_device_keeps_statistics_of_its_own():
-    """A new value that differs by device where the old one is the same on all."""
+def test_a_field_may_differ_by_device():
+    """The new value differs by device, but the old one does not."""
     state = make("O1", {"w": jnp.ones(3)}, ADAM, stats=jnp.zeros(3))
 
     def mean_of(state, x):
@@ -159,11 +158,11 @@ def test_each_device_keeps_statistics_of_its_own():
     assert skipped == 0
 
 
-# Data parallel by hand. Each device has a row, which is its gradient.
+# Data parallel under shard_map. The gradient of each device is its row.
 
 SIXTEENTHS = np.float32([[k / 16, (k - 3) * 0.5] for k in range(8)])
 ONE_INF = np.where(np.arange(8)[:, None] == 5, np.inf, SIXTEENTHS)
-# Finite, and their sum is not; the loss is 0.
+# The sum of these finite rows is not finite.
 LARGE = np.float32([[3e38, -3e38]] * 8)
 GRADIENTS = {
     "clean": ("O2", SIXTEENTHS),
@@ -184,7 +183,7 @@ def of_two(level="O2"):
 
 
 def one_step(state, x, **options):
-    """What each device has, and what all have after a step."""
+    """Returns the gradient of each device, and the state after a step."""
     grads = jamp.scaled_grad(mean_of_rows, **options)(state, x)
     return grads["w"][None], state.apply_gradients(grads=grads)
 
@@ -217,8 +216,8 @@ def test_gradients_are_the_mean_of_all_devices(name):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.eight_devices
-def test_devices_with_other_parts_of_the_params_skip_as_well(check_vma):
-    """Params in parts over "model"; one part of one device overflows."""
+def test_devices_with_other_shards_skip_as_well(check_vma):
+    """One shard of the params overflows on one device."""
     specs = {"parts": P("model"), "whole": P()}
     params = {"parts": np.ones(4, np.float32), "whole": np.ones((), np.float32)}
     rule = jamp.StaticLossScale(8.0, check=True)
@@ -245,7 +244,7 @@ def test_devices_with_other_parts_of_the_params_skip_as_well(check_vma):
         np.testing.assert_array_equal(skipped, np.full((2, 4), skips))
 
 
-# Traced for eight devices that need not be there
+# Traced for eight absent devices
 
 
 def traced(state, check_vma, differentiate=jamp.scaled_value_and_grad, **options):
@@ -283,7 +282,7 @@ def test_a_sum_in_half_over_replicated_params_warns(level):
             traced(state, check_vma, jamp.scaled_grad)
 
 
-def test_an_axis_must_be_there_and_predivide_be_positive():
+def test_an_axis_must_be_bound_and_predivide_positive():
     words = "(?s)'nowhere'.*not bound.*'d'.*jax.shard_map.*jit.*leave"
     with pytest.raises(ValueError, match=words):
         traced(of_two(), True, axis_name=("d", "nowhere"))

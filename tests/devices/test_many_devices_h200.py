@@ -1,4 +1,4 @@
-"""A step sends between 8 H200s as much as plain JAX, and a few scalars."""
+"""Test that a step on eight H200s sends the bytes of plain JAX and a few scalars."""
 
 import collections
 import functools
@@ -67,7 +67,7 @@ def optimizer_step(state, grads):
     return state.apply_gradients(grads=grads)
 
 
-# A whole step, and the same by hand
+# A whole step, and one by hand
 
 
 def train_step(state, x, y):
@@ -76,7 +76,7 @@ def train_step(state, x, y):
 
 
 def model_by_hand(params, x, half):
-    """`mlp`, with its casts written: products in `half`, the bias added in float32."""
+    """Computes `mlp` with explicit casts: half matmuls and a float32 bias."""
     cast = {k: p if k == "norm" else p.astype(half) for k, p in params.items()}
     hidden = (x.astype(half) @ cast["in"]).astype(F32)
     hidden = jax.nn.relu(hidden + params["bias"].astype(F32))
@@ -86,7 +86,7 @@ def model_by_hand(params, x, half):
 
 
 def step_by_hand(masters, params, opt_state, scale, x, y, *, half):
-    """optax.adam under a loss scale."""
+    """Steps optax.adam under a loss scale."""
 
     def loss(params):
         return ((model_by_hand(params, x, half) - y) ** 2).mean() * scale
@@ -103,7 +103,7 @@ def step_by_hand(masters, params, opt_state, scale, x, y, *, half):
     ("level", "layout", "half"),
     [("O1", "tensor", jnp.float16), ("O5", "fsdp", jnp.bfloat16)],
 )
-def test_a_step_sends_at_most_the_bytes_of_plain_jax_and_a_flag(level, layout, half):
+def test_a_step_sends_the_bytes_of_plain_jax_and_a_flag(level, layout, half):
     state, batch = state_on(layout, ADAM(), level), batch_on(layout)
     program = h200.compile_placed(train_step, state, *batch, donate=(0,))
 
@@ -135,13 +135,13 @@ EVERYWHERE = dict.fromkeys(SPECS, P())
 
 
 def fused_program(kind, tx, level="O2", grads_specs=SPECS, **options):
-    """Compiled, and how many bytes a device has."""
+    """Returns the compiled step, and the bytes of the state on each device."""
     shapes = functools.partial(eight_devices.shapes, mesh=mesh_of(kind))
     params = {k: jax.ShapeDtypeStruct(s, F32) for k, (s, _) in LEAVES.items()}
     init = functools.partial(start, tx=tx, level=level, **options)
     state = shapes(jax.eval_shape(init, params), specs=SPECS)
     grads = shapes(state.params, specs=grads_specs)
-    # `fused_step` wants gradients that lie as their params do.
+    # `fused_step` needs gradients with the sharding of the params.
     step = fused_step if grads_specs is SPECS else optimizer_step
     program = h200.compile_placed(step, state, grads, donate=(0,))
     held = sum(
@@ -170,9 +170,9 @@ def test_kernels_send_only_numbers(make, options):
     # Each sharded leaf sends a few norms and flags, a replicated one nothing.
     assert ("all-reduce" in opcodes) == ("grads_specs" not in options)
     assert sum(program.collectives.values()) <= 4 * 8 * len(LEAVES)
-    # The step updates everything in place that the program reads. JAX leaves out the
-    # byte `last_step_skipped` and, where no loss reads the params, the half params of
-    # the one leaf that no kernel takes.
+    # The step updates in place all that it reads. JAX leaves out the unread byte
+    # `last_step_skipped`. If the gradients are replicated, it also leaves out the half
+    # params of `few`.
     assert max(program.copies, default=0) <= 4
     left_out = 1 + (2 * LEAVES["few"][0][0] // 2 if "grads_specs" in options else 0)
     assert program.aliased_bytes == held - left_out
@@ -186,7 +186,7 @@ def test_xla_steps_sharded_params_without_gathering_them():
     assert sum(program.collectives.values()) <= 4 * 8 * len(LEAVES)
 
 
-def test_mosaic_under_a_shard_map_takes_averages_and_refuses_what_varies():
+def test_mosaic_in_a_shard_map_refuses_gradients_that_vary():
     mesh, tx = h200.make_mesh(8), jo.fused_adam(backend="mosaic")
     init = functools.partial(start, tx=tx, level="O2")
     state = jax.eval_shape(init, {"w": jnp.ones(256)})
@@ -211,7 +211,7 @@ def test_mosaic_under_a_shard_map_takes_averages_and_refuses_what_varies():
         lowered(None, check_vma=True)
 
 
-def test_a_vocabulary_on_all_devices_is_not_gathered():
+def test_sharded_logits_are_not_gathered():
     tokens, width, words = 512, 256, 8192
     loss = optax.softmax_cross_entropy_with_integer_labels
 
@@ -228,7 +228,7 @@ def test_a_vocabulary_on_all_devices_is_not_gathered():
         labels,
     )
     program = h200.compile_placed(step, *args)
-    # The maximum, the sum and the label of each token; no logits, and no gradients.
+    # Devices send the maximum, the sum and the label's logit of each token.
     found = program.collectives
     assert {opcode for opcode, _ in found} == {"all-reduce"}
     assert sum(found.values()) <= 4 * 4 * tokens

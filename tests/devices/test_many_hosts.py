@@ -1,9 +1,7 @@
-"""Two processes as two hosts: agreed to the bit, through a skip.
+"""Test that two processes, as two hosts, agree bit for bit through a skip.
 
-docs/test_distributed.py saves and resumes.
-
-`python -m tests.devices.test_many_hosts ADDRESS PROCESS` is one of them, with two
-devices, and prints a line of JSON.
+docs/test_distributed.py saves and resumes. `python -m tests.devices.test_many_hosts
+ADDRESS PROCESS` is one process with two devices, which prints a line of JSON.
 """
 
 import functools
@@ -28,8 +26,8 @@ from tests.support.subprocesses import ROOT, SECONDS, cpu_devices
 LEVELS = ["O1", "O2"]
 STEPS, OVERFLOW = 5, 2
 
-# Eighths and quarters: linear losses and their gradients are exact in half, in any
-# order of summation. So what the processes compute must be the oracle's to the bit.
+# With eighths and quarters, linear losses and their gradients are exact in half, in any
+# order of summation. The processes must therefore agree bit for bit.
 RNG = np.random.default_rng(0)
 PARAMS = {
     "w": np.float32(RNG.integers(-8, 9, (8, 4)) / 8),
@@ -49,7 +47,7 @@ def linear(params, x):
 
 
 @functools.cache
-def lying(spec):
+def sharding(spec):
     return NamedSharding(Mesh(jax.devices(), ("data",)), spec)
 
 
@@ -87,29 +85,29 @@ def described(state):
 
 def on_devices(batch):
     own = np.split(batch, jax.process_count())[jax.process_index()]
-    return jax.make_array_from_process_local_data(lying(P("data")), own)
+    return jax.make_array_from_process_local_data(sharding(P("data")), own)
 
 
 def train(state, batches):
-    """The state at the end, and what was after each step."""
+    """Returns the final state, and a report about each step."""
     trail, losses, jitted = [], [], jax.jit(lambda *args: step(*args))
     for batch in batches:
         state, loss = jitted(state, on_devices(batch))
         trail.append(described(state))
         losses.append(float(loss))
-    wanted = jax.tree.map(lambda _: lying(P()), state)
+    wanted = jax.tree.map(lambda _: sharding(P()), state)
     report = {"trail": trail, "losses": losses, "misplaced": misplaced(state, wanted)}
     return state, report | {"compiled": jitted._cache_size()}
 
 
 def from_mesh(level):
-    state = make(level, jax.device_put(PARAMS, lying(P())))
-    assert misplaced(state, jax.tree.map(lambda _: lying(P()), state)) == []
+    state = make(level, jax.device_put(PARAMS, sharding(P())))
+    assert misplaced(state, jax.tree.map(lambda _: sharding(P()), state)) == []
     return train(state, BATCHES)[1]
 
 
 def from_numpy():
-    """A state made from each process's own arrays, which it says are the same."""
+    """Trains from NumPy params, which are equal in all processes."""
     state = make("O1", PARAMS, verbosity=1)  # its level is printed once
     assert all(x.is_fully_addressable for x in jax.tree.leaves(state))
     trained, report = train(state, BATCHES[: OVERFLOW + 1])
@@ -129,7 +127,7 @@ def main(address, process):
 
 @pytest.fixture(scope="module")
 def printed():
-    """What both processes print."""
+    """Returns the output of both processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -175,9 +173,9 @@ def test_an_overflow_on_one_process_skips_the_step_on_both(reports, case):
     steps, losses = (reports[0][case][key] for key in ("trail", "losses"))
     bits = [step["bits"][0] for step in steps]
     assert bits[OVERFLOW] == bits[OVERFLOW - 1]
-    assert len(set(bits)) == STEPS - 1  # all other steps made something new
+    assert len(set(bits)) == STEPS - 1  # all other steps change the state
     np.testing.assert_array_equal(np.isfinite(losses), np.arange(STEPS) != OVERFLOW)
-    # By hand: two clean steps in a row double the scale, a skip halves it.
+    # Two clean steps in a row double the scale, and a skip halves it.
     begun, rest = [[256, 1, 0, 0], [512, 0, 0, 0]], [[256, 1, 1, 0], [512, 0, 1, 0]]
     assert [step["scale"] for step in steps] == [*begun, [256, 0, 1, 1], *rest]
 

@@ -1,4 +1,4 @@
-"""`reduce_dtype="float32"`: gradients are summed over batch and devices in float32."""
+"""Test that `reduce_dtype="float32"` sums over batch and devices in float32."""
 
 import functools
 
@@ -26,7 +26,7 @@ def batch():
     x = np.tile(rng.integers(1, 9, (8, 16)), (8, 1))
     c = np.tile(rng.integers(32, 120, (8, 4)), (8, 1))
     c *= np.repeat([1, -1] * 4, 8)[:, None]
-    c[:8] += rng.integers(3, 8, (8, 4))  # which half still holds
+    c[:8] += rng.integers(3, 8, (8, 4))  # still exact in half
     return np.float32(x), np.float32(c)
 
 
@@ -39,7 +39,7 @@ def at_once(state, x, c):
 
 
 def in_a_scan(state, x, c):
-    """Four micro-batches, of which each two nearly cancel those before."""
+    """Sums four micro-batches. The first two nearly cancel the last two."""
     parts = [a.reshape(4, 2, 8, -1).swapaxes(0, 1).reshape(4, 16, -1) for a in (x, c)]
     where = NamedSharding(mesh_of(), P(None, AXES))
     parts = jax.lax.with_sharding_constraint(parts, where)
@@ -60,7 +60,7 @@ def by_axis_name(state, x, c):
 
 
 def error(level, how, **options):
-    """The largest error of a gradient, as a part of the largest gradient."""
+    """Returns the largest error relative to the largest gradient."""
     x, c = batch()
     wanted = {"w": np.float64(x).T @ c, "b": np.float64(c).sum(0)}
     state = make(level, PARAMS, SGD, loss_scale=1.0, **options)
@@ -93,7 +93,7 @@ def test_gradients_that_nearly_cancel_over_devices_are_exact(level, how):
 
 
 def constructs(p, x):
-    """A loop, a checkpoint, a branch, a table, a convolution; a weight that is tied."""
+    """Uses a loop, a checkpoint, a branch, a table, a convolution and a tied weight."""
 
     def body(h, _):
         return jnp.tanh(h @ p["w"] + p["b"]), None
@@ -110,7 +110,7 @@ def constructs(p, x):
 
 
 @pytest.mark.parametrize("level", ["O2", "O4"])
-def test_what_leads_to_a_gradient_is_float32_through_loops_and_calls(level):
+def test_gradients_are_float32_through_loops_and_calls(level):
     rng = np.random.default_rng(1)
     shapes = {"w": (8, 8), "b": (8,), "v": (8, 8), "e": (4, 8), "k": (3, 3, 1, 2)}
     shapes["scale"] = (1, 8)
@@ -134,7 +134,7 @@ def test_what_leads_to_a_gradient_is_float32_through_loops_and_calls(level):
         assert np.abs(rounded(plain[name]) - exact).max() < 0.02 * spread, name
 
 
-def test_aux_and_a_loop_of_ones_own_go_through():
+def test_aux_values_pass_through():
     state = make("O5", PARAMS, SGD, reduce_dtype="float32")
 
     def with_aux(params, x, c):
@@ -167,8 +167,8 @@ def test_h200s_sum_gradients_in_float32():
     assert wide == {"f16": 0, "f32": half["f32"] + 2 * half["f16"]}
 
 
-def test_calls_share_their_programs_as_they_did():
-    """Each call once had a copy of its own, so JAX lowered 14 programs instead of 4."""
+def test_calls_still_share_their_programs():
+    """A copy per call would make JAX lower 14 programs instead of 4."""
     layer = jax.jit(lambda w, x: jnp.tanh(x @ w))
 
     def stacked(params, x):

@@ -1,4 +1,4 @@
-"""BatchNorm with `axis_name`: its statistics cross devices in float32."""
+"""Test that BatchNorm with `axis_name` sends its statistics in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from tests.support.by_hand import with_stats
 pytestmark = pytest.mark.standard_promotion
 
 AXIS = "batch"
-MESH = AbstractMesh((8,), (AXIS,), axis_types=(AxisType.Auto,))  # need not be there
+MESH = AbstractMesh((8,), (AXIS,), axis_types=(AxisType.Auto,))
 MODEL = nn.Sequential(
     [nn.Dense(8, False), nn.BatchNorm(False, axis_name=AXIS), nn.Dense(2, False)]
 )

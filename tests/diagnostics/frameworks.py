@@ -1,4 +1,4 @@
-"""A program of named params and a batch, in each framework, and its marked lines."""
+"""Run a diagnostic tool on a program in each framework, and find marked lines."""
 
 import inspect
 from collections.abc import Callable
@@ -38,9 +38,9 @@ class NNX(nnx.Module):
 def run(
     tool: Callable, framework: str, level: str, loss: Callable, fn: Callable, *args: Any
 ) -> Any:
-    """Returns what `tool` says of `loss(fn(params, x))`.
+    """Returns what `tool` reports about `loss(fn(params, x))`.
 
-    `args` are the params, the batch, and maybe options of `initialize`.
+    `args` are the params, the batch, and optionally options of `initialize`.
     """
     params, x, options = (*args, {})[:3]
     params = jax.tree.map(jnp.asarray, params)

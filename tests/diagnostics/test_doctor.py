@@ -1,4 +1,4 @@
-"""`python -m jamp`: the versions, the devices, and what keeps half from being fast."""
+"""Test `python -m jamp`, which prints versions, devices and warnings about speed."""
 
 from types import SimpleNamespace
 
@@ -11,14 +11,14 @@ from jamp import __main__ as doctor
 from tests.support import subprocesses
 
 
-def test_it_prints_a_screen():
+def test_the_doctor_prints_a_screen():
     printed = subprocesses.run("jamp")
     assert f"jax {jax.__version__}, " in printed
     assert "(cpu): half is correct here, and no faster" in printed
     assert "JAX_PLATFORMS=cpu" in printed and len(printed.splitlines()) < 12
 
 
-def test_it_warns_of_a_precision_that_keeps_matmuls_in_float32():
+def test_the_doctor_warns_of_a_precision_that_keeps_matmuls_in_float32():
     x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     with jax.default_matmul_precision("highest"):
         printed = "\n".join(doctor.report())
@@ -36,6 +36,6 @@ def test_it_warns_of_a_precision_that_keeps_matmuls_in_float32():
         ("tpu", None, "use O4 or O5; float16 is slow"),
     ],
 )
-def test_what_a_device_multiplies(platform, capability, says):
+def test_which_dtypes_a_device_multiplies(platform, capability, says):
     device = SimpleNamespace(platform=platform, compute_capability=capability)
     assert doctor._half(device).endswith(says)

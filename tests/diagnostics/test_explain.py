@@ -1,4 +1,4 @@
-"""`jamp.explain`: the decision of autocast for each operation, and the reason."""
+"""Test that `jamp.explain` lists autocast's decision and reason per operation."""
 
 import functools
 import json
@@ -42,7 +42,7 @@ def only(explanation, primitive):
 
 @pytest.fixture
 def unknown():
-    """Lets autocast warn, and forget that it did: other tests want to see it too."""
+    """Ignores autocast's warnings, and clears their cache for other tests."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", jamp.AutocastWarning)
         yield
@@ -67,7 +67,7 @@ def own_bfloat16(x, w):
     return jnp.matmul(x, w, preferred_element_type=jnp.float32)
 
 
-# An operation of a program, with its dtype, rule and reason.
+# The dtype, rule and reason of one operation in each program.
 CASES = {
     "dot_general: float16 half list": jnp.matmul,
     "reduce_sum: float32 float32 list": lambda x, w: x.sum(),
@@ -107,7 +107,7 @@ def test_dtype_and_reason(expected, unknown):
     assert all(op.reason for op in found)
 
 
-def test_where_autocast_is_off_all_is_recorded():
+def test_without_autocast_every_operation_is_recorded():
     lists = LISTS.with_primitive("tanh", "half")
     with jamp.disable_casts():
         found = jamp.explain(lambda x: jnp.tanh(x @ x), lists=lists)(X).operations
@@ -140,7 +140,7 @@ def test_other_options_and_arguments():
 
 
 def everywhere(x, w):
-    """Products in each kind of sub-program, one of them in float32."""
+    """Runs matmuls in each kind of sub-program, and one in float32."""
     x = jax.jit(jnp.matmul)(x, w)
     x = jax.checkpoint(jnp.matmul)(x, w)
     x = repeat(lambda c, _: c @ w, x, length=2)
@@ -149,7 +149,7 @@ def everywhere(x, w):
     return disabled(jax.nn.relu(x @ w), w)
 
 
-def test_each_operation_is_listed_once_with_its_program_as_it_runs():
+def test_each_operation_is_listed_once_with_its_program():
     explanation = jamp.explain(everywhere)(X, X)
     operations, rows = explanation.operations, explanation.to_dict()
     assert json.loads(json.dumps(rows)) == rows
@@ -177,27 +177,27 @@ def primitives_of(jaxpr):
             yield from primitives_of(eqn.params["jaxpr"])
 
 
-def test_what_autocast_adds_is_not_listed_and_what_it_computes_otherwise_is():
+def test_explain_lists_the_users_operations_only():
     operations = jamp.explain(attention)(X, X).operations
     written = str(jax.make_jaxpr(jamp.autocast(attention))(*[jnp.ones((8, 8))] * 2))
     assert "remat" in written or "checkpoint" in written
-    # A call without a matmul is a part of the program that calls it.
+    # A call without a matmul belongs to the program that calls it.
     assert {name for op in operations for name in op.path} == set()
     names = [op.primitive for op in operations]
     written = primitives_of(jax.make_jaxpr(attention)(X, X))
     assert sorted(names) == sorted(name for name in written if name != "jit")
-    # Each call of a program that is written once.
+    # Both calls of the same program are listed.
     assert names.count("tanh") == 2
 
 
-def test_lines_are_the_users():
+def test_source_lines_are_the_users():
     line = f"{__file__}:{named.__code__.co_firstlineno + 2}"
     assert {op.source for op in jamp.explain(named)(X, X).operations} == {line}
 
     def fn(x):
         return jnp.where(x > 0, x, 1.0)
 
-    # Operations inside of JAX's functions have the line of the caller.
+    # Operations inside JAX's functions have the line of the caller.
     line = f"{__file__}:{fn.__code__.co_firstlineno + 1}"
     operations = jamp.explain(fn)(X).operations
     assert "select_n" in {op.primitive for op in operations}
@@ -206,7 +206,7 @@ def test_lines_are_the_users():
     assert operations and all("/jamp/" not in op.source for op in operations)
 
 
-def test_warns_of_products_in_float32_and_of_what_it_does_not_know(unknown):
+def test_explain_warns_of_float32_matmuls_and_unknown_primitives(unknown):
     assert jamp.explain(jnp.matmul)(X, X).warnings == ()
     line = disabled.__code__.co_firstlineno + 2
     waits, wide = jamp.explain(everywhere)(X, X).warnings
@@ -235,11 +235,10 @@ def test_nothing_runs_and_nothing_is_compiled():
     assert events and not any(events)
 
 
-def test_what_is_shown_of_a_model():
+def test_a_model_prints_as_a_tree():
     variables = jax.eval_shape(STACK.init, jax.random.key(0), ROWS)
     explanation = jamp.explain(STACK.apply)(variables, ROWS)
     shown = str(explanation).splitlines()
-    # On the page docs/autocast.md is such a tree, and a regex as a filter.
     assert sum("12 × 164 k     100%" in line for line in shown) == 1
     assert len(repr(explanation).splitlines()) == 1
 
@@ -278,7 +277,7 @@ def with_kept(params, x):
 
 
 X_VALUES = jnp.ones((8, 8))
-# The dtype and the reason of each operation of the forward pass, in order.
+# The dtype and the reason of each operation in the forward pass.
 OF_A_STEP = {
     "O1": "float16 list, float32 list, float16 list, float16 list, float32 region, "
     "float32 widest, float32 list",
@@ -310,17 +309,17 @@ def test_each_operation_of_a_step_has_its_reason(level):
     kept = "Its weight is a param that this level keeps in float32."
     assert (kept in str(explanation.warnings)) == (level == "O2")
     assert "jamp_why" not in str(explanation.to_dict())
-    # An operation outside of modules is named by its line.
+    # An operation outside modules is named by its line.
     assert f"{short_line(__file__)}:{with_kept.__code__.co_firstlineno + 1}" in str(
         explanation
     )
-    # A step that is not explained has no notes, after an explanation too.
+    # A step has no notes after an explanation.
     step = jax.jit(jamp.scaled_value_and_grad(with_kept)).lower(state, X_VALUES)
     text = step.as_text(debug_info=True)
     assert "transpose" in text and "jamp_why" not in text
 
 
-def test_arguments_belong_to_the_function_that_is_returned():
+def test_arguments_go_to_the_function_that_is_returned():
     x = jnp.ones((2, 2))
     for args in ((x,), (x, x), (jnp.float16, x), ({"w": x},)):
         with pytest.raises(TypeError, match=r"Write explain\(loss_fn\)\(state, \*ar"):
@@ -361,7 +360,7 @@ ATTENTIONS = {
 
 @pytest.mark.parametrize("case", ATTENTIONS)
 @pytest.mark.parametrize("level", ["", "O0", "O1", "O5"])
-def test_attention_that_is_written_out_names_the_fused_call(case, level):
+def test_explicit_attention_names_the_fused_call(case, level):
     fn, count = ATTENTIONS[case]
     heads = jax.ShapeDtypeStruct((2, 32, 4, 8), jnp.float32)
     if level:

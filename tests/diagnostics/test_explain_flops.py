@@ -1,4 +1,4 @@
-"""FLOPs as `jamp.explain` counts them, each number derived by hand."""
+"""Test the FLOPs that `jamp.explain` counts against numbers derived by hand."""
 
 import functools
 
@@ -39,10 +39,10 @@ LINES = (4, 2, 10), (5, 2, 3)
         (einsum("bij,bjk->bik"), (3, 8, 16), (3, 16, 4), 3 * 2 * 8 * 16 * 4),
         (einsum("ij,j->i"), (8, 16), (16,), 2 * 8 * 16),
         (conv(), *LINES, 2 * 4 * 5 * 2 * (8 * 3)),
-        # Padding counts.
+        # FLOPs on padding count.
         (conv("SAME"), *LINES, 2 * 4 * 5 * 2 * (10 * 3)),
         (conv("SAME", (2,)), *LINES, 2 * 4 * 5 * 2 * (5 * 3)),
-        # 4 examples in 2 groups are 2 outputs; each of the 6 features reads one group.
+        # 4 examples in 2 groups give 2 outputs. Each of the 6 features reads one group.
         (conv(batch_group_count=2), (4, 2, 10), (6, 2, 3), 2 * 2 * 6 * 2 * (8 * 3)),
         # 6 features in 3 groups: each of the 12 outputs reads 2 of them.
         (
@@ -60,7 +60,7 @@ def test_flops_of_ragged_products():
     def loss(x, w):
         return lax.ragged_dot(x, w, jnp.array([1, 3])).sum()
 
-    # Each of 4 rows meets one of the two (8, 3) matrices; so in both derivatives.
+    # Each of 4 rows meets one of the two (8, 3) matrices, also in both derivatives.
     expected = 2 * 4 * 8 * 3
     assert flops(loss, shape(4, 8), shape(2, 8, 3)) == [expected]
     backward = flops(jax.grad(loss, argnums=(0, 1)), shape(4, 8), shape(2, 8, 3))
@@ -80,7 +80,7 @@ def test_scans_multiply_and_while_loops_do_not():
 
 def test_share_in_half():
     fn = lambda x, w, v: jamp.float_function(jnp.matmul)(x @ w, v)  # noqa: E731
-    # 2 * 8 * 8 * 24 in half, 2 * 8 * 24 * 2 in float32.
+    # The half matmul has 2 * 8 * 8 * 24 FLOPs, the float32 one 2 * 8 * 24 * 2.
     found = jamp.explain(fn)(shape(8, 8), shape(8, 24), shape(24, 2))
     assert [op.flops for op in found.operations] == [3072, 768]
     assert found.half_share == 0.8

@@ -1,4 +1,4 @@
-"""`jamp.diagnostics.locate`: the operation, the line, the module and the advice."""
+"""Test that `locate` names the operation, the line, the module and the advice."""
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ def exp_in_a_loss(w, x):
 
 
 def masked_softmax(w, x):
-    seen = jnp.arange(4)[:, None] > 0  # nothing is seen in the first row
+    seen = jnp.arange(4)[:, None] > 0  # masks all of the first row
     return jax.nn.softmax(jnp.where(seen, x @ w, -jnp.inf)).var()  # here
 
 
@@ -67,7 +67,7 @@ def large_gradient(w, x):
     return (x @ w).astype(jnp.float32).sum() * 1e6  # here
 
 
-# Programs that overflow inside of loops, branches and remat.
+# Programs that overflow inside loops, branches and remat.
 
 
 def step(c, w):
@@ -103,7 +103,7 @@ INSIDE = {
     in_while: ("iteration 7 of a while loop",),
 }
 
-# Program, factors of w and x, words of the operation, the pass, words of the advice.
+# A program, factors of w and x, words of the operation, the pass, words of the advice.
 PROGRAMS = {
     "attention logit": (attention_logit, 1, 100, "matmul", "f", "1/sqrt"),
     "log(0)": (log_of_zero, 1, 1, "a logarithm", "f", "log_softmax"),
@@ -139,7 +139,7 @@ def located(way, fn, w, x):
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_culprit(name):
+def test_locate_finds_the_culprit(name):
     fn, w, x, words, phase, advice = PROGRAMS[name]
     turn = list(PROGRAMS).index(name)
     for way in (WAYS[turn % 3], WAYS[(turn + 1) % 3]):
@@ -153,12 +153,12 @@ def test_culprit(name):
             assert found.source == found.primitive == ""
             continue
         assert found.source in lines_of(fn) and found.source in text.replace("\n", "")
-        assert found.module == ""  # of Linen it is on the page docs/overflow.md
+        assert found.module == ""
         assert found.result is not None and found.result.infs + found.result.nans > 0
 
 
 @pytest.mark.parametrize("fn", INSIDE)
-def test_inside_of_what_holds_programs(fn):
+def test_locate_looks_inside_loops_and_calls(fn):
     for way in WAYS:
         found = located(way, fn, EYE, ONES)
         text = str(found)
@@ -185,7 +185,7 @@ def test_shard_map_is_one_operation_and_vmap_looks_inside():
     assert found.result.infs == 32 and found.result.shape == (8, 4, 8)
 
 
-def test_an_infinity_beside_a_nan_is_not_its_cause():
+def test_an_infinity_does_not_explain_a_nan():
     def loss(params, x, best):
         h = x * params["a"]["w"][0] * 0
         return total(jnp.minimum(h / h, best))  # here
@@ -215,7 +215,7 @@ def test_only_the_loss_scale_is_too_high():
 
 
 @pytest.mark.parametrize("level", ["O0", "O2", "O4"])
-def test_every_level(level):
+def test_locate_changes_nothing_at_any_level(level):
     state = params_state(level)
     before = jax.tree.map(np.array, state)
     with jax.debug_nans(True), jax.transfer_guard("disallow"):
@@ -225,7 +225,7 @@ def test_every_level(level):
     found = locate(two_layers)(state, 2 * ONES, power=200)
     assert (found.phase, found.params) == ("forward", ("a/w", "b/w")), found
     assert found.operation == "a power x ** 200", found
-    jax.tree.map(np.testing.assert_array_equal, before, state)  # it changed nothing
+    jax.tree.map(np.testing.assert_array_equal, before, state)
 
 
 def test_check_names_the_culprit():
@@ -245,7 +245,7 @@ def test_check_names_the_culprit():
         jamp.check(state, 2)
 
 
-def test_what_it_cannot_take():
+def test_locate_refuses_bad_arguments():
     state = params_state()
     with pytest.raises(TypeError, match="outside of jit, with the state and the batch"):
         jax.jit(lambda s, x: locate(two_layers)(s, x))(state, ONES)

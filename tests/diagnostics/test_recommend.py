@@ -1,4 +1,4 @@
-"""`recommend_scale`: scales derived by hand, and its errors."""
+"""Test `recommend_scale` against scales derived by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +16,13 @@ SQUARE = {"w": jnp.ones((8, 8))}
 
 
 def loss_fn(params, scale):
-    """Has the argument as its gradient; elsewhere, an option has this name."""
+    """Returns a loss whose gradient is `scale`, also the name of an option."""
     a, b = (p.astype(jnp.float32) for p in jax.tree.leaves(params))
     return (a * scale[0] + b * scale[1]).sum(), "aux"
 
 
-# The largest gradient g, the smallest, and the scale. g * 2**p is at most 65504; three
-# powers less, unless the smallest gradient is then at most half of 2**-24.
+# The largest gradient g, the smallest, and the scale. The scale is 2**(p - 3) for the
+# largest p with g * 2**p <= 65504, or 2**p if the smallest gradient would underflow.
 @pytest.mark.parametrize(
     "large, small, expected",
     [
@@ -79,7 +79,7 @@ def test_a_loss_does_not_hide_an_overflow(hidden):
         recommend_scale(hidden)(state, huge)
 
 
-def test_a_pole_is_no_overflow():
+def test_a_pole_is_not_an_overflow():
     def loss_fn(params, x):
         h = x @ params["w"]
         return jnp.where(h == 0, 0, 1 / h).astype(jnp.float32).sum()

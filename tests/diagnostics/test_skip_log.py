@@ -1,4 +1,4 @@
-"""`SkipLog`: which steps a run skipped, and which gradients overflowed."""
+"""Test that `SkipLog` records skipped steps and the gradients that overflowed."""
 
 import functools
 
@@ -16,7 +16,7 @@ from benchmarks import h200
 from jamp.diagnostics import SkipLog
 from tests.support.states import make
 
-N = 40  # leaves: more than a word has bits
+N = 40  # more leaves than a word has bits
 NAMES = [f"w{i:02}" for i in range(N)]
 
 
@@ -27,7 +27,7 @@ def begin():
 
 
 def loss_fn(params, x):
-    """Its gradients are `x`, one number for each leaf."""
+    """Returns a loss whose gradients are `x`, one number per leaf."""
     pairs = zip(jax.tree.leaves(params), x, strict=True)
     return sum((p.astype(jnp.float32).sum() * g for p, g in pairs), jnp.float32(0))
 
@@ -40,7 +40,7 @@ def step(state, log, x):
 
 
 def run(*bad, size=16):
-    """Steps in which some leaves overflow: by a number for each, or none."""
+    """Runs one step per tuple of indices, in which these leaves overflow."""
     state = begin()
     log = SkipLog.of(state, size)
     for places in bad:
@@ -111,7 +111,7 @@ def test_a_log_of_nnx():
     assert log.skips() == [expected] and int(log.count) == 1
 
 
-def test_what_they_cannot_take():
+def test_bad_sizes_and_other_states_are_refused():
     state = begin()
     one = make("O2", {"w00": jnp.ones(2)})
     _, grads = jamp.scaled_value_and_grad(loss_fn)(state, np.ones(N, np.float32))
@@ -121,7 +121,7 @@ def test_what_they_cannot_take():
         SkipLog.of(one).add(state, jnp.float32(0), grads)
 
 
-def test_a_loss_that_is_not_finite_is_a_skip_of_no_leaf():
+def test_a_loss_that_is_not_finite_names_no_leaf():
     state = begin()
     hidden = lambda p, x: jnp.abs(loss_fn(p, jnp.ones(N)) + x)  # noqa: E731
 

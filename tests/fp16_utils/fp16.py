@@ -1,4 +1,4 @@
-"""Small states of both FP16_Optimizers, gradients for them, and how to step."""
+"""Make small states of both FP16_Optimizers and gradients, and step them."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,6 @@ F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 
 
 def params(dtype=F16):
-    """A matrix and a vector in half, and a scalar in float32."""
     return {
         "dense": {
             "kernel": jnp.asarray([[1.0, -2.0], [0.5, 0.25], [3.0, -1.5]], dtype),
@@ -24,7 +23,7 @@ def params(dtype=F16):
 
 
 def group(seed=0, dtype=F16):
-    """11 numbers, all half, for the cut-down optimizer."""
+    """Returns 11 half numbers in a tree, for the cut-down optimizer."""
     rng = np.random.default_rng(seed)
     x = jnp.asarray(rng.normal(size=11), F32).astype(dtype)
     return {"kernel": x[:6].reshape(3, 2), "layer": {"bias": x[6:10]}, "scale": x[10]}
@@ -36,7 +35,7 @@ def like(value, tree=None):
 
 
 def data(steps, overflows=(), seed=0, tree=None):
-    """Gradients that half holds at a scale of 2**18; not so at `overflows`."""
+    """Draws gradients that fit half at a scale of 2**18, except at `overflows`."""
     rng = np.random.default_rng(seed)
     zeros, structure = jax.tree.flatten(like(0.0, tree))
     only_last = structure.unflatten([*zeros[:-1], zeros[-1] + np.nan])
@@ -52,7 +51,6 @@ def data(steps, overflows=(), seed=0, tree=None):
 
 
 def make(tx=None, *, window=4, dynamic=True, **kwargs):
-    """The one of fp16_utils."""
     args = {"dynamic_loss_args": {"scale_window": window}} if dynamic else {}
     return fp16_utils.FP16_Optimizer(
         tx or optax.sgd(0.5, momentum=0.5),
@@ -62,14 +60,13 @@ def make(tx=None, *, window=4, dynamic=True, **kwargs):
 
 
 def cut_down(tx=None, **kwargs):
-    """The flat one, which is cut down."""
     kwargs = {"dynamic_loss_scale": True, "verbose": False} | kwargs
     tx = tx or optimizers.fused_adam(1e-2, legacy=True)
     return fp16_utils.FlatFP16_Optimizer(tx, **kwargs)
 
 
 def run(step, state, xs, where="jit"):
-    """The states that `step(state, x)` returns, in a list."""
+    """Returns the list of the states that `step(state, x)` returns."""
     if where == "scan":
         stacked = jax.tree.map(lambda *x: jnp.stack(x), *xs)
         _, seen = jax.jit(lambda s, x: lax.scan(step, s, x))(state, stacked)
@@ -82,7 +79,7 @@ def run(step, state, xs, where="jit"):
 
 
 def steps(optimizer, state, xs, where="jit", passes=1):
-    """The states after steps of so many backward passes, with their gradients."""
+    """Returns the states after each step, with their gradients."""
 
     def step(state, xs):
         for x in xs:

@@ -1,4 +1,4 @@
-"""fp16_utils.FlatFP16_Optimizer against the parts that it is made of."""
+"""Test fp16_utils.FlatFP16_Optimizer against its parts."""
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,9 @@ def flat(tree):
 
 
 def assert_run(trees, txs, xs, keys=None, where="jit"):
-    """Checks a run of one optimizer per group against the same optimizer of a vector.
+    """Checks one optimizer per group against the same optimizer of a float32 vector.
 
-    The vector is compared with float64. Params are the rounded masters bit by bit.
+    Params must equal the rounded masters bit for bit.
     """
     pick = lambda tree: [tree] if keys is None else [tree[k] for k in keys]  # noqa: E731
     optimizer = cut_down(txs[0] if keys is None else dict(zip(keys, txs, strict=True)))
@@ -57,7 +57,7 @@ def adam(**options):
     return fused_adam(**{"learning_rate": 1e-2, "legacy": True} | options)
 
 
-def test_moments_of_a_group_are_one_float32_vector_and_come_back():
+def test_moments_of_a_group_are_one_float32_vector():
     optimizer, trees = cut_down([adam(), adam()]), [group(dtype=BF16), group()]
     *_, state = steps(optimizer, optimizer.init(trees), data(2, tree=trees))
     state = optimizer.zero_grad(state)
@@ -77,7 +77,7 @@ def test_moments_of_a_group_are_one_float32_vector_and_come_back():
     ],
     ids=["adam", "clipped", "sgd"],
 )
-def test_steps_are_those_of_8_1(where, tx):
+def test_steps_match_apex(where, tx):
     tree, overflows = group(), (3, 4, 8)
     xs = data(12, overflows, tree=tree)
     masters = assert_run(tree, [tx], xs, where=where)
@@ -125,7 +125,7 @@ def test_a_skip_leaves_every_bit_with_a_static_scale_too(dynamic, bad):
 
 
 def test_a_norm_beyond_float32_is_an_overflow():
-    # Finite gradients, but their squares are not; 8.2 looks at the norm.
+    # The gradients are finite, but their squares are not. apex checks the norm.
     optimizer, tree = cut_down(dynamic_loss_scale=False), group(dtype=BF16)
     _, state = optimizer.backward(optimizer.init(tree), dot, like(1e20, tree))
     assert np.isfinite(flat(state.model_grads)).all()

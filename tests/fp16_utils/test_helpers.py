@@ -1,4 +1,4 @@
-"""fp16_utils: casts, masters by hand, clipping, FP16Model, and the scalers."""
+"""Test fp16_utils: casts, masters by hand, clipping, FP16Model and the scalers."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from tests.support.bits import assert_same_bits
 
 
 def tree(dtype=F32):
-    """Params of a model with every kind of layer that matters, and a counter."""
+    """Returns params of every relevant kind of layer, and a counter."""
     return {
         "conv": {"kernel": jnp.full((2, 3), 0.1, dtype)},
         "bn": {"scale": jnp.full(3, 1.1, dtype), "bias": jnp.full(3, 0.2, dtype)},
@@ -26,15 +26,15 @@ def tree(dtype=F32):
 
 STATS = {"mean": jnp.zeros(3, F32), "var": jnp.ones(3, F32)}
 NAMED = ("bn", "block/BatchNorm_0")
-# The call, the dtype before, the dtype after, and paths that are in float32.
+# The call, the dtypes before and after, and the paths that stay float32.
 CASTS = [
     (fu.network_to_half, F32, F16, NAMED),
-    # Statistics know better than names.
+    # Statistics override names.
     (lambda p: fu.network_to_half(p, {"conv": STATS}), F32, F16, ("conv",)),
     (fu.BN_convert_float, F16, F16, NAMED),
     (lambda p: fu.convert_network(p, BF16), F32, BF16, NAMED),
     (lambda p: fu.convert_network(p, F32, {"bn": STATS}), F16, F32, NAMED),
-    # The leaves at the top only.
+    # Converts only the leaves at the top.
     (lambda p: fu.convert_module(p, BF16), F32, BF16, ("conv", "LayerNorm", *NAMED)),
 ]
 
@@ -59,7 +59,7 @@ def floats(dtype=F32):
 @pytest.mark.parametrize("dtype", [F16, BF16, F32, None])
 def test_masters_are_copies_in_fp32_and_come_back_rounded(dtype, flat):
     def as_masters(tree):
-        """A tree; or a list of one vector, leaf after leaf."""
+        """Returns a float32 tree, or a list of one vector of all leaves."""
         wide = jax.tree.map(lambda x: x.astype(F32), tree)
         leaves = [x.ravel() for x in jax.tree.leaves(wide)]
         return [jnp.concatenate(leaves)] if flat else wide
@@ -93,7 +93,7 @@ def test_a_model_and_a_first_layer_compute_in_half():
 
 
 @pytest.mark.parametrize("norm_type", [1, 2, 2.5, np.inf, "inf"])
-def test_clip_grad_norm_is_that_of_torch(norm_type):
+def test_clip_grad_norm_matches_torch(norm_type):
     x = jnp.asarray(np.random.default_rng(0).normal(size=10) / 4, F32)  # less than 1
     grads = {"w": x[:6].reshape(3, 2), "b": x[6:]}
     clip = jax.jit(fu.clip_grad_norm, static_argnums=2)
@@ -115,7 +115,7 @@ def test_clip_grad_norm_takes_half_and_none():
 
 
 def test_clip_grad_norm_loses_no_nan():
-    """As XLA's maximum on a CPU does, from 4,096 elements on."""
+    """XLA's maximum on a CPU loses NaN from 4,096 elements on."""
     norm = jax.jit(lambda g: fu.clip_grad_norm(g, 1.0, "inf")[0])
     grads = jnp.ones(5000)
     for value in (jnp.nan, jnp.inf, 7.0):
@@ -157,7 +157,7 @@ def test_scaled_gradients_are_rounded_once():
 @pytest.mark.parametrize("bad", [None, np.inf, -np.inf, np.nan])
 def test_has_overflow_looks_at_every_element(bad):
     scaler = fu.DynamicLossScaler()
-    # The sum of the clean ones is beyond float16, and beyond float32.
+    # The sums of the finite leaves overflow float16 and float32.
     grads = {
         "h": jnp.full(8, 60000.0, F16),
         "w": jnp.full((2, 2), 3e38, F32).at[1, 0].set(3e38 if bad is None else bad),

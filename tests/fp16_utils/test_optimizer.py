@@ -1,4 +1,4 @@
-"""fp16_utils.FP16_Optimizer against float64, and against AmpState bit for bit."""
+"""Test fp16_utils.FP16_Optimizer against float64, and against AmpState bit for bit."""
 
 import functools
 
@@ -29,7 +29,7 @@ from tests.support.states import dot
 
 
 def assert_as_amp(optimizer, rule, xs, where="jit", passes=1):
-    """Checks that a step of several backward passes is a step of AmpState at O2."""
+    """Checks that a step of several backward passes equals AmpState's at O2."""
 
     def amp_step(state, xs):
         grads = [jamp.scaled_grad(dot)(state, x) for x in xs]
@@ -63,7 +63,6 @@ def test_options_of_the_scale_are_honoured():
     [(optax.sgd(0.5, 0.5), None), (fused_adam(1e-2), None), (optax.sgd(0.5), 128.0)],
 )
 def test_it_is_ampstate_at_o2_bit_for_bit(tx, static):
-    """With a static scale, too, which checks nothing."""
     optimizer = make(tx)
     if static:
         optimizer = make(tx, dynamic=False, static_loss_scale=static)
@@ -94,7 +93,7 @@ def test_an_overflow_in_one_of_two_backward_passes_skips(bad, scale):
 
 
 def test_model_grads_are_scaled_and_sum_in_fp32():
-    # 2048 + 1 is no float16, but is a float32. The sum follows the scale.
+    # float32 holds 2048 + 1, float16 does not. The sum follows the scale.
     optimizer = make()
     state = optimizer.init(params())
     for scale, value, total in ((2, 1024.0, 2048.0), (2, 0.5, 2049.0), (4, 0.25, 4099)):
@@ -107,8 +106,8 @@ def test_model_grads_are_scaled_and_sum_in_fp32():
 
 
 @pytest.mark.parametrize("drops, zero", [(False, 0.0), (True, -0.0)])
-def test_a_gradient_that_underflows_has_the_sign_of_torchs(drops, zero):
-    # Torch adds -0 to the zeros of `zero_grad`, and takes it where there is None.
+def test_an_underflowing_gradient_has_the_sign_of_torch(drops, zero):
+    # torch adds -0 to the zeros of `zero_grad`, or stores -0 if the gradient is None.
     optimizer = make(dynamic=False)
     state = optimizer.set_loss_scale(optimizer.init(params()), 2.0**-16)
     state = optimizer.zero_grad(state, set_grads_to_None=drops)
@@ -147,7 +146,7 @@ def test_clipping_changes_nothing_after_an_overflow():
     assert_same_bits(after, state)
 
 
-def test_what_it_prints_and_warns_of(capsys):
+def test_prints_and_warnings(capsys):
     unused = {"static_loss_scale": {"static_loss_scale": 2.0}}
     unused["dynamic_loss_args"] = {"dynamic": False, "dynamic_loss_args": {}}
     for name, options in unused.items():
@@ -179,7 +178,6 @@ SGD = optax.sgd(1.0)
 def step_with(optimizer, loss_fn, where="jit"):
     def step(state, *args):
         def closure(state):
-            """A user of apex writes zero_grad, backward, and the loss."""
             return optimizer.backward(optimizer.zero_grad(state), loss_fn, *args)
 
         return optimizer.step(state, closure)
@@ -192,7 +190,7 @@ IN_CLOSURE = "OVERFLOW within closure! Skipping step, reducing loss scale to {}\
 
 
 @pytest.mark.parametrize("where, falls", [("eager", 2), ("jit", 4)])
-def test_a_closure_is_called_until_it_fits_and_steps_as_at_that_scale(where, falls):
+def test_a_closure_is_called_until_its_gradients_are_finite(where, falls):
     calls = []
 
     def counted(p, x):
@@ -220,7 +218,6 @@ def test_a_closure_that_overflows_at_the_floor_is_given_up(where, capsys):
     assert_same_bits((state.params, state.opt_state), (start.params, start.opt_state))
     printed = IN_CLOSURE.format(2.0**15) + SKIPPED.format(2.0**14)
     assert capsys.readouterr().out == (printed if where == "eager" else "")
-    # The next closure begins with zero_grad, as this one did.
     _, state = step(state, data(1)[0])
     assert not state.overflow
     assert state.params["norm"] != start.params["norm"]
@@ -238,7 +235,7 @@ def test_a_line_search_evaluates_the_closure_at_other_weights():
     for _ in range(8):
         loss, state = step(state)
         losses.append(float(loss))
-    # Gradients of 89 fit at 2**9, the next, of 156, at 2**8; then a window ends.
+    # Gradients of 89 fit at 2**9, and the next, 156, at 2**8. Then a window ends.
     assert (state.loss_scale, state.loss_scaler.unskipped) == (2.0**9, 3)
     assert losses[0] > 100 * losses[-1]
 
@@ -253,19 +250,20 @@ KEYS = {
 
 
 def other():
-    """A state with no bit of the trained one's."""
+    """Returns a state that differs from the trained one."""
     return OPTIMIZER.init(jax.tree.map(lambda p: -p * 2, params()))
 
 
 @functools.cache
 def overflowed():
-    """Between an overflowing backward and the step that it will skip."""
+    """Returns the state between an overflow and the step that it skips."""
+
     start, xs = OPTIMIZER.init(params()), data(5, (2,))
     state = OPTIMIZER.zero_grad(steps(OPTIMIZER, start, xs)[-1])
     return OPTIMIZER.backward(state, dot, like(np.inf))[1]
 
 
-def test_a_donated_state_takes_no_array_along():
+def test_donating_a_state_deletes_no_other_array():
     tree, clear = params(), jax.jit(OPTIMIZER.zero_grad, donate_argnums=0)
     before = jax.tree.map(np.array, tree)
     saved = OPTIMIZER.state_dict(clear(clear(OPTIMIZER.init(tree))))
