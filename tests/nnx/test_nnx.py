@@ -1,4 +1,4 @@
-"""jamp.nnx: levels, the atomic skip, NNX's transformations, layers and filters."""
+"""Test jamp.nnx: levels, the atomic skip, NNX's transformations and filters."""
 
 import copy
 import functools
@@ -21,13 +21,11 @@ pytestmark = pytest.mark.standard_promotion  # Flax's layers promote
 
 X = np.float32(np.random.default_rng(0).normal(size=(4, 2, 6)))
 INF = np.float32(np.inf)
-ADAM = optax.adam(1e-2)  # one, so that what is compiled is shared
-LOW = {"loss_scale": jamp.DynamicLossScale(init_scale=2.0**10)}  # no skip at first
+ADAM = optax.adam(1e-2)  # one object, so that tests share programs
+LOW = {"loss_scale": jamp.DynamicLossScale(init_scale=2.0**10)}  # skips no first step
 
 
 class CNN(nnx.Module):
-    """A convolution, a BatchNorm and dropout, and a head."""
-
     def __init__(self, rngs):
         self.conv = nnx.Conv(6, 4, (3,), use_bias=False, rngs=rngs)
         self.bn = nnx.BatchNorm(4, momentum=0.9, rngs=rngs)
@@ -62,7 +60,7 @@ def train_step(model, optimizer, x):
     return loss
 
 
-jitted = nnx.jit(train_step, donate_argnums=(0, 1))  # no array may be in both
+jitted = nnx.jit(train_step, donate_argnums=(0, 1))  # the two may share no array
 
 
 def grads_of(loss, *args, **options):
@@ -80,12 +78,12 @@ def start(**options):
 
 @functools.cache
 def ready():
-    """A model and its optimizer, for calls that change neither."""
+    """Returns a model and its optimizer, for calls that change neither."""
     return start()
 
 
 def arrays(node, which=...):
-    """The arrays of a node, or a tuple of them, on the host; keys as their data."""
+    """Copies the arrays of a node to the host."""
     is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
     tree = nnx.to_pure_dict(nnx.state(node, which))
     host = lambda x: np.array(jax.random.key_data(x) if is_key(x) else x)  # noqa: E731
@@ -97,7 +95,7 @@ def dtypes(model, which=nnx.Param):
     return {jax.tree_util.keystr(path): str(x.dtype) for path, x in leaves}
 
 
-# The dtypes of params, of a BatchNorm's, and of the factors of products.
+# The dtypes of params, of a BatchNorm's params, and of the operands of matmuls.
 LEVELS = {
     "O0": ("float32", "float32", "float32"),
     "O1": ("float32", "float32", "float16"),
@@ -109,7 +107,7 @@ LEVELS = {
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_level_says_what_is_in_half(level):
+def test_what_each_level_runs_in_half(level):
     param, norm, product = LEVELS[level]
     model, _ = make(level)
     for path, dtype in dtypes(model).items():
@@ -139,7 +137,7 @@ def test_a_skip_keeps_every_bit_but_the_scale():
     jitted(model, optimizer, X * INF)
     after = arrays((model, optimizer))
     assert (after[1].pop("skipped_steps"), before[1].pop("skipped_steps")) == (1, 0)
-    for tree in (before, after):  # these are to change
+    for tree in (before, after):  # fields that change
         del tree[1]["loss_scales"], tree[1]["last_step_skipped"]
     assert_same_bits(after, before)
     assert optimizer.loss_scale == 2.0**15
@@ -162,8 +160,8 @@ def test_step_2_and_a_second_model_do_not_trace_again():
     assert len(traces) == 1
 
 
-# ---- what functions write ---------------------------------------------------------
-def test_autocast_writes_what_the_model_writes_and_leaks_nothing():
+# ---- writes -----------------------------------------------------------------------
+def test_autocast_keeps_the_models_writes_and_leaks_nothing():
     plain, model = cnn(), cnn()
     call = lambda model, x: model(x)  # noqa: E731
     expected = nnx.jit(call)(plain, X)
@@ -177,7 +175,7 @@ def test_autocast_writes_what_the_model_writes_and_leaks_nothing():
     assert model.dropout.rngs.count[...] == plain.dropout.rngs.count[...] == 1
 
 
-def test_objects_among_the_arguments_keep_what_is_written():
+def test_other_nnx_objects_among_the_arguments_keep_writes():
     model, optimizer = make("O2", nnx.Sequential(linear(), nnx.Dropout(0.5)), **LOW)
     rngs, teacher = nnx.Rngs(5), nnx.BatchNorm(3, rngs=nnx.Rngs(1))
     calls = nnx.Variable(jnp.zeros(()))
@@ -271,7 +269,7 @@ def test_linen_models_go_through_the_bridge():
 
 
 # ---- filters and containers -------------------------------------------------------
-def test_params_that_the_filter_leaves_out_are_cast_by_the_rules_and_stay():
+def test_params_outside_the_filter_are_cast_and_not_stepped():
     class Tuned(nnx.Module):
         def __init__(self, rngs):
             self.norm = nnx.LayerNorm(6, rngs=rngs)
@@ -299,7 +297,7 @@ def test_params_that_the_filter_leaves_out_are_cast_by_the_rules_and_stay():
 
 
 @pytest.mark.parametrize("keep", [(), "^layers/"])
-def test_an_anchored_rule_holds_where_a_model_is_called(keep):
+def test_an_anchored_pattern_matches_paths_of_the_whole_model(keep):
     layers = [nnx.Linear(32, 32, rngs=nnx.Rngs(0)) for _ in range(3)]
     model = nnx.Sequential(layers[0], nnx.relu, layers[1], nnx.relu, layers[2])
     make("O6", model, fp8=jamp.Fp8(keep=keep, smallest=32))
@@ -342,7 +340,7 @@ COPIES = {
 
 
 @pytest.mark.parametrize("name", COPIES)
-def test_a_copy_has_the_policy_and_the_optimizer_takes_it(name):
+def test_a_copy_keeps_the_policy_and_can_be_stepped(name):
     model, optimizer = start()
     twin = COPIES[name](model)
     assert isinstance(twin, nnx.Linear)
@@ -354,7 +352,7 @@ def test_a_copy_has_the_policy_and_the_optimizer_takes_it(name):
 
 
 @pytest.mark.parametrize("to", ["O2", "O5"])
-def test_a_checkpoint_goes_to_any_level_and_on(to):
+def test_a_checkpoint_loads_at_any_level(to):
     model, optimizer = make(**LOW)
     jitted(model, optimizer, X)
     checkpoint = jamp.to_checkpoint(optimizer.amp_state(model))
@@ -375,7 +373,7 @@ def noting(model, x):
     return loss_fn(model, x)
 
 
-# Calls with a model and its optimizer, by the error that they raise.
+# Calls with a model and its optimizer, by the error that each raises.
 BAD_CALLS = {
     "removed Variables: .*'note'.*nnx.pop": lambda m, o: grads_of(noting, m, o, X),
     "added or removed Variables": lambda m, o: jamp.nnx.autocast(noting)(linear(), X),
@@ -402,13 +400,13 @@ BAD_CALLS = {
 
 
 @pytest.mark.parametrize("message", BAD_CALLS)
-def test_an_error_says_what_is_wrong(message):
+def test_errors_name_the_mistake(message):
     with pytest.raises((TypeError, ValueError), match=message):
         BAD_CALLS[message](*ready())
 
 
 @pytest.mark.parametrize("tx", [ADAM, {"a": ADAM, "b": ADAM}], ids=["one", "two"])
-def test_models_that_share_a_variable_are_refused_and_as_they_were(tx):
+def test_models_that_share_a_variable_are_refused_unchanged(tx):
     first, shared, last = (linear(seed) for seed in range(3))
     models = {"a": nnx.List([first, shared]), "b": nnx.List([last, shared])}
     with pytest.raises(
@@ -419,10 +417,10 @@ def test_models_that_share_a_variable_are_refused_and_as_they_were(tx):
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "jit"])
-def test_a_model_of_other_leaves_than_the_optimizers_is_refused(wrap):
+def test_a_model_with_other_leaves_is_refused(wrap):
     model, optimizer = start()
     others = {
-        "float32.*expected float16": linear(),  # was not initialized
+        "float32.*expected float16": linear(),  # not initialized
         "has dtype bfloat16, expected float16": make("O5", linear())[0],
         r"\['bias'\] is missing": make(model=linear(use_bias=False))[0],
     }

@@ -1,4 +1,4 @@
-"""The fused optimizers, as every test of their contract takes them, and small trees."""
+"""The fused optimizers with small trees, for the tests of their contract."""
 
 import functools
 
@@ -15,7 +15,6 @@ def larc_sgd(learning_rate, momentum=0.9, weight_decay=0.0, trust_coefficient=0.
     return jo.larc(inner, trust_coefficient=trust_coefficient)
 
 
-# How to make each, and with which hyperparameters.
 OPTIMIZERS = {
     "adam": (jo.fused_adam, {"learning_rate": 0.05}),
     "sgd": (jo.fused_sgd, {"learning_rate": 1e-3, "momentum": 0.9}),
@@ -26,7 +25,7 @@ OPTIMIZERS = {
 }
 BARE = ("adam", "sgd", "lamb", "novograd", "adagrad")
 
-# Where the state keeps what has the parameters' structure.
+# The fields of the state with the structure of the params.
 FIELDS = {name: ("mu", "nu") for name in OPTIMIZERS}
 FIELDS |= {"sgd": ("trace",), "larc_sgd": ("trace",), "adagrad": ("sum_of_squares",)}
 
@@ -35,17 +34,17 @@ each_bare = pytest.mark.parametrize("name", BARE)
 
 
 def fresh(name, **changes):
-    """Makes a new one; `changes` override its hyperparameters."""
+    """Returns a new optimizer. `changes` override its hyperparameters."""
     factory, kwargs = OPTIMIZERS[name]
     return factory(**(kwargs | changes))
 
 
-# The same object each time, so that `update` compiles it once: optax's are closures.
+# Returns the same object each time, so that `update` compiles once.
 make = functools.cache(fresh)
 
 
 def tree(dtype=jnp.float32, seed=0):
-    """A matrix and a scalar, on two levels, and None."""
+    """Returns a matrix, a scalar and None, on two levels."""
     rng = np.random.default_rng(seed)
 
     def leaf(*shape):
@@ -64,6 +63,6 @@ def update(tx, grads, state, params, **kwargs):
 
 
 def first(tx, params, grads=None, **kwargs):
-    """The updates and the state of the first step."""
+    """Returns the updates and the state of the first step."""
     grads = params if grads is None else grads
     return update(tx, grads, tx.init(params), params, **kwargs)

@@ -1,7 +1,6 @@
 """Compare steps with an oracle's on leaves of all shapes, dtypes and kinds of weights.
 
-Compiling takes longer than running: one tree of many leaves stands for a product of
-shapes and dtypes.
+One tree has leaves of many shapes and dtypes, because compiling takes the time.
 """
 
 import functools
@@ -19,7 +18,7 @@ from tests.support.programs import FAST
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 
-# Kernels take leaves of 128 elements and more, by blocks.
+# Kernels step leaves of at least 128 elements, in blocks.
 SHAPES = [
     (),
     (1,),
@@ -36,10 +35,10 @@ SHAPES = [
 
 
 class Kind(NamedTuple):
-    """How a leaf's weights are kept, and the dtype of its gradients.
+    """How a leaf stores its weight, and the dtype of its gradients.
 
-    `weights`: "own" for float32 alone, "half" for half alone, "copied" for float32 with
-    a half copy, "split" for a bfloat16 and the 16 bits that it lacks.
+    `weights` is "own" for float32, "half" for half, "copied" for float32 with a half
+    copy, and "split" for bfloat16 with the other 16 bits of float32.
     """
 
     weights: str
@@ -64,14 +63,14 @@ type Leaves = list[tuple[tuple[int, ...], Kind]]
 
 
 def four(turn: int) -> Leaves:
-    """Shapes and kinds, others at each turn."""
+    """Returns four shapes and kinds, which differ at each turn."""
     ks = range(4 * turn, 4 * turn + 4)
     return [(SHAPES[k % len(SHAPES)], KINDS[k % len(KINDS)]) for k in ks]
 
 
-# In NumPy: an operation on a JAX array is compiled for each shape.
+# NumPy, because JAX would compile each operation for each shape.
 def weight(x: np.ndarray, kind: Kind) -> Weight:
-    """`x`, as near as the kind can keep it."""
+    """Returns `x` as a weight of a kind."""
     master = np.asarray(x, np.float32)
     match kind.weights:
         case "own":
@@ -80,7 +79,7 @@ def weight(x: np.ndarray, kind: Kind) -> Weight:
             arrays = [master.astype(kind.dtype)]
         case "copied":
             arrays = [master.astype(kind.dtype), master]
-        case "split":  # ties away from zero, and what is left
+        case "split":  # rounds ties away from zero
             bits = master.view(np.uint32)
             high = np.uint16((bits + np.uint32(0x8000)) >> np.uint32(16))
             arrays = [high.view(kind.dtype), np.uint16(bits & np.uint32(0xFFFF))]
@@ -94,7 +93,7 @@ def value(w: Weight) -> np.ndarray:
     param = np.asarray(w.master if w.kind == "copied" else w.param)
     if w.kind == "split":
         low = np.asarray(w.master)
-        # Its upper half went up where the lower half has its first bit.
+        # If the lower half has its first bit set, the upper half was rounded up.
         high = param.view(np.uint16) - (low >> 15)
         bits = (high.astype(np.uint32) << 16) | low
         return bits.view(np.float32).astype(np.float64)
@@ -102,7 +101,7 @@ def value(w: Weight) -> np.ndarray:
 
 
 def grouped(leaves: list[Any]) -> dict[str, Any]:
-    """A tree of the leaves, in their order, for masks to have something to be of."""
+    """Returns the leaves as a tree, so that masks have a structure."""
     half = (len(leaves) + 1) // 2
     return {"a": leaves[:half], "b": tuple(leaves[half:])}
 
@@ -116,13 +115,13 @@ def weights_of(tree: Any) -> list[Weight]:
 
 
 def params_of(weights: Any) -> Any:
-    """Returns the params that an optimizer takes for a tree of weights."""
+    """Returns the params that an optimizer steps for a tree of weights."""
     stepped = lambda w: w.master if w.kind == "copied" else w.param  # noqa: E731
     return jax.tree.map(stepped, weights, is_leaf=is_weight)
 
 
 def assert_rounded(w: Weight) -> None:
-    """The half copy is its master, rounded to nearest even, and never infinite."""
+    """Checks that a half copy is its master, rounded to nearest even and finite."""
     if w.kind == "copied":
         limit = float(jnp.finfo(w.param.dtype).max)
         expected = np.clip(np.asarray(w.master), -limit, limit).astype(w.param.dtype)
@@ -130,18 +129,18 @@ def assert_rounded(w: Weight) -> None:
 
 
 STEPS = 20
-# Steps that find inf, the first and the last one among them: rules for the first step
-# are for the first that is taken.
+# Steps that overflow include the first: its special rules must apply to the first step
+# that is not skipped.
 SKIPPED = (0, 1, 7, 19)
 
-# Each of 20 steps may lose a unit in the last place of a float32 of about one.
+# Each of 20 steps may lose one float32 ulp of 1.
 TOLERANCE = STEPS * 2.0**-23
-# A half parameter without a master is rounded at each step, by half a unit at most.
+# Each step rounds a half param without a master by at most half an ulp.
 ROUNDING = {F16: STEPS * 2.0**-11, BF16: STEPS * 2.0**-8}
 
 
 class Problem(NamedTuple):
-    """Leaves with their start and the gradients of each step, times `grad_scale`."""
+    """Initial weights, and the gradients of each step times `grad_scale`."""
 
     kinds: list[Kind]
     weights: list[Weight]
@@ -156,7 +155,7 @@ def problem(
     skips: tuple[int, ...] = (),
     steps: int = STEPS,
 ) -> Problem:
-    """Gradients are normal, and a tenth of that at odd steps: too small to be clipped.
+    """Draws weights and gradients, which at odd steps are too small to be clipped.
 
     The second of eleven leaves never has a gradient, and the third starts at zero.
     """
@@ -184,7 +183,7 @@ compiled = functools.partial(jax.jit, static_argnums=0, compiler_options=FAST)
 
 @compiled
 def init(tx, params):
-    """One program, where each array of zeros would be one."""
+    """Initializes in one program instead of one per array."""
     return tx.init(params)
 
 
@@ -195,7 +194,7 @@ def apply(tx, grads, state, weights, **kwargs):
 
 @compiled
 def update(tx, grads, state, weights, **kwargs):
-    """By optax's contract: updates, in float32, are what to add."""
+    """Steps by optax's contract: adds float32 updates to the params."""
     params = params_of(weights)
     updates, state = tx.update(grads, state, params, **kwargs)
 
@@ -217,7 +216,7 @@ def assert_close(
         got = getattr(state, name)
         if expected is None:
             assert got is None
-        elif name not in ("count", "inner_state"):  # of LARC, whose params tell
+        elif name not in ("count", "inner_state"):  # LARC's params check its inner one
             trees[name] = jax.tree.leaves(got), expected
             assert all(x.dtype == F32 for x in trees[name][0])
     for name, (got, expected) in trees.items():
@@ -233,7 +232,7 @@ def assert_close(
 def check(
     tx: Any, oracle: Any, given: Problem, step: Any = apply, tolerance=TOLERANCE
 ) -> None:
-    """`tx` does at each step what the oracle does; a skipped one keeps every bit."""
+    """Checks that each step matches the oracle, and that a skip keeps every bit."""
     weights = grouped(given.weights)
     state = init(tx, params_of(weights))
     scale, skip = given.grad_scale, given.skip or [False] * len(given.grads)

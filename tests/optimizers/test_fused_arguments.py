@@ -1,4 +1,4 @@
-"""Give the fused optimizers masks, bad numbers, other leaves and other devices."""
+"""Test the fused optimizers' masks, numbers, options, leaves and devices."""
 
 import contextlib
 import functools
@@ -32,7 +32,7 @@ PARAMS = {
 
 
 def decaying(name, mask=None, weight_decay=0.25):
-    """With a decay that `mask` applies to; LARC has one around each kind of inner."""
+    """Returns an optimizer with weight decay, which `mask` selects."""
     if name == "larc_fused":
         inner = jo.fused_sgd(0.1, weight_decay=weight_decay, mask=mask)
         return jo.larc(inner)
@@ -68,9 +68,9 @@ BAD_MASKS = [
 ]
 
 
-@pytest.mark.parametrize("name", ["sgd", "larc"])  # each looks at masks by itself
+@pytest.mark.parametrize("name", ["sgd", "larc"])  # each has its own check
 @pytest.mark.parametrize("mask, text", BAD_MASKS)
-def test_a_mask_has_the_structure_of_the_params_and_holds_bools(name, mask, text):
+def test_a_mask_is_a_tree_of_bools(name, mask, text):
     for given in (mask, lambda params: mask):
         with pytest.raises(REFUSED, match=text):
             first_update(decaying(name, given))
@@ -78,7 +78,7 @@ def test_a_mask_has_the_structure_of_the_params_and_holds_bools(name, mask, text
 
 @pytest.mark.parametrize("name", [*BARE, "larc_fused"])
 def test_equal_hyperparameters_make_equal_transformations(name):
-    """So that a state, which holds them, goes through jit without another trace."""
+    """A state holds its optimizer, so an unequal one would make jit trace again."""
     mask = {"dense": {"b": False}, "gain": True}
     a, b = decaying(name, mask), decaying(name, mask)
     for same in (b, pickle.loads(pickle.dumps(a))):
@@ -88,7 +88,7 @@ def test_equal_hyperparameters_make_equal_transformations(name):
     others += [decaying(x, mask) for x in (*BARE, "larc_fused") if x != name]
     others += [decaying(name, mask, 0.5), jo.larc(a, 0.1)]
     assert a not in others
-    assert decaying(name, len) == decaying(name, len)  # a function as it is
+    assert decaying(name, len) == decaying(name, len)  # functions compare by identity
 
 
 # Numbers out of range, and options that exclude each other
@@ -113,7 +113,6 @@ def test_hyperparameters_are_numbers_in_their_range(factory):
                 FACTORIES[factory](**({"learning_rate": 0.1} | {name: bad}))
 
 
-# Factory, options, and what the error says.
 ERRORS = [
     ("sgd", {"learning_rate": None}, "rate must be a number, got None"),
     ("sgd", {"momentum": None}, "momentum must be a number, got None"),
@@ -133,7 +132,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize("factory, options, text", ERRORS, ids=str)
-def test_options_that_make_no_sense_are_an_error(factory, options, text):
+def test_contradictory_options_are_an_error(factory, options, text):
     with pytest.raises((*REFUSED, RuntimeError), match=text):
         FACTORIES[factory](**({"learning_rate": 0.1} | options))
 
@@ -144,13 +143,12 @@ BROADCAST = PARAMS["dense"] | {"w": jnp.ones(1)}
 
 
 def mistake(text, tx=PLAIN, of=None, grads=PARAMS, params=PARAMS, **arguments):
-    """An update that an error with `text` refuses; the state is `of` its own `init`."""
+    """Returns the arguments of an update that must raise an error with `text`."""
     state = tx.init(PARAMS) if of is None else of
     return pytest.param(tx, (grads, state, params), arguments, text, id=text)
 
 
 MISTAKES = [
-    # With several numbers, each leaf would have one and skip by itself.
     mistake(
         "grad_scale must be a number, got LossScaleState",
         grad_scale=jamp.DynamicLossScale().init(),
@@ -179,7 +177,7 @@ for name, tx in {"sgd": PLAIN, "larc": LARC}.items():
 
 
 @pytest.mark.parametrize("tx, trees, arguments, text", MISTAKES)
-def test_an_update_refuses_what_is_of_another_kind_or_tree(tx, trees, arguments, text):
+def test_an_update_refuses_other_states_trees_and_numbers(tx, trees, arguments, text):
     with pytest.raises(REFUSED, match=text):
         tx.update(*trees, **arguments)
 
@@ -188,7 +186,7 @@ def test_an_update_refuses_what_is_of_another_kind_or_tree(tx, trees, arguments,
 def test_a_norm_of_0_clips_nothing(factory):
     unclipped = first_update(factory(0.1, max_grad_norm=None))
     assert_close(first_update(factory(0.1, max_grad_norm=0)), unclipped)
-    # Which makes an array of it.
+    # inject_hyperparams makes it an array.
     injected = optax.inject_hyperparams(factory)(0.1, max_grad_norm=0.0)
     assert_close(first_update(injected), unclipped)
 
@@ -203,8 +201,8 @@ def test_names_of_the_largest_norm():
         assert (got != euclidean).all()
 
 
-def test_what_larc_wraps():
-    for bad in (optax.sgd, nn.Dense(2)):  # which has an `init`
+def test_larc_wraps_only_transformations():
+    for bad in (optax.sgd, nn.Dense(2)):  # a module has an `init`
         with pytest.raises(TypeError, match="(?i)transformation"):
             jo.larc(bad, 0.1)
     with pytest.raises(ValueError, match="(?i)learning.rate"):
@@ -227,15 +225,15 @@ def test_leaves_that_are_not_real_are_an_error_with_the_path(dtype):
 @pytest.mark.parametrize(
     "params", [{}, {"a": None}, jnp.ones(()), jnp.ones((0, 3))], ids=str
 )
-def test_trees_of_nothing_and_of_one_leaf(name, params):
-    # optax.multi_transform makes the former, for a label that no leaf has.
+def test_empty_trees_and_single_leaves(name, params):
+    # optax.multi_transform makes an empty tree for a label that no leaf has.
     tx = decaying(name)
     updates, state = tx.update(params, tx.init(params), params)
     assert jax.tree.structure(updates) == jax.tree.structure(params)
     assert optax.tree.get_all_with_path(state, "count")[0][1] == 1
 
 
-# By kind, the platform and the compute capability, of which Mosaic compiles for some.
+# The platform and the compute capability. Mosaic compiles for 9.0 and 10.0.
 DEVICES = {
     "NVIDIA H100 80GB HBM3": ("gpu", "9.0"),
     "NVIDIA GB200": ("gpu", "10.0"),
@@ -249,7 +247,7 @@ DEVICES = {
 def test_the_device_is_asked_before_the_compiler(kind, monkeypatch):
     platform, capability = DEVICES[kind]
     supported = capability in ("9.0", "10.0")
-    assert _run._is_supported_kind(kind) == supported  # by its name alone
+    assert _run._is_supported_kind(kind) == supported  # knows only the name
     asked = {"compute_capability": capability} if capability else {}
     fake = SimpleNamespace(device_kind=kind, platform=platform, **asked)
     monkeypatch.setattr(_run.jax, "local_devices", lambda *a, **k: [fake])
@@ -266,7 +264,7 @@ def test_backends(name):
             return jo.larc(jo.fused_sgd(0.1, backend=backend))
         return fresh(name, backend=backend)
 
-    params = {"w": jnp.ones(128)}  # enough for a kernel
+    params = {"w": jnp.ones(128)}  # large enough for a kernel
     state = backed("xla").init(params)
     for call in (backed("mosaic").update, functools.partial(update, backed("mosaic"))):
         with pytest.raises(pallas_kernels.BackendError, match="(?s)mosaic.*cpu"):

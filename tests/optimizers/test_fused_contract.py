@@ -1,4 +1,4 @@
-"""One contract for all fused optimizers: what optax and JAX may do with any of them."""
+"""Test the contract of all fused optimizers with JAX's and optax's transformations."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from tests.support.bits import assert_rounded_alike, assert_same_bits
 
 
 def schema(tree):
-    """Structure, shapes, dtypes and weak types, of what jax.eval_shape gave."""
+    """Returns the structure, shapes, dtypes and weak types of a tree of shapes."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, [(x.shape, x.dtype, x.weak_type) for x in leaves]
 
@@ -51,7 +51,7 @@ def test_states_are_float32_and_keep_their_shape_and_dtype(name):
     assert jax.tree.structure(updates) == jax.tree.structure(params)
     for p, u in zip(*map(jax.tree.leaves, (params, updates)), strict=True):
         assert (u.shape, u.dtype) == (p.shape, jnp.float32)
-    with jax.enable_x64(True):  # which changes nothing
+    with jax.enable_x64(True):  # has no effect
         assert schema(jax.eval_shape(tx.init, params)) == schema(state)
     params = {k: jnp.ones(3) for k in "ab"}
     leaves = jax.tree.leaves((params, tx.init(params)))
@@ -72,7 +72,7 @@ def test_float64_leaves_are_stepped_in_float64(name):
                 assert (added != added.astype(jnp.float32).astype(added.dtype)).any()
                 moments = optax.tree.get(state, FIELDS[name][0])
                 assert moments is None or moments["wide"].dtype == jnp.float64
-            # The masters are float64 too, and lose nothing.
+            # The masters are float64 too.
             np.testing.assert_array_equal(state.masters["wide"], wide + added)
 
 
@@ -80,13 +80,13 @@ def test_float64_leaves_are_stepped_in_float64(name):
 def test_found_inf_keeps_every_bit_of_the_state_and_updates_nothing(name):
     tx, params, grads = make(name), tree(), gradients()
     scaled = jax.tree.map(lambda g: g * 1024.0, grads)
-    # torch's found_inf is a float; under vmap below there is a bool.
+    # torch's found_inf is a float. The test under vmap passes a bool.
     how = {"grad_scale": jnp.float32(1024), "found_inf": jnp.float32(0)}
-    # What optax passes to others is ignored.
+    # Optimizers ignore optax's extra argument `value`.
     clean = first(tx, params, scaled, **how, value=jnp.float32(1))
     assert_rounded_alike(clean, first(tx, params, grads))
     bad = jax.tree.map(lambda x: x + jnp.nan, params)
-    # They may be Python's numbers, too.
+    # Both arguments may be Python numbers.
     updates, after = tx.update(bad, clean[1], params, grad_scale=8, found_inf=True)
     assert_same_bits(after, clean[1])
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(updates))
@@ -96,7 +96,7 @@ def test_found_inf_keeps_every_bit_of_the_state_and_updates_nothing(name):
     "dtype, backend",
     [(jnp.float16, "xla"), (jnp.float32, "xla"), (jnp.bfloat16, "interpret")],
 )
-def test_whether_all_are_finite_is_asked_of_the_unscaled_gradients(dtype, backend):
+def test_all_finite_checks_the_unscaled_gradients(dtype, backend):
     tx, largest = jo.fused_sgd(0.1, backend=backend), float(jnp.finfo(dtype).max)
     small = np.random.default_rng(0).normal(size=300).astype(dtype)
     ask = jax.jit(tx.all_finite)
@@ -111,7 +111,7 @@ def test_whether_all_are_finite_is_asked_of_the_unscaled_gradients(dtype, backen
             assert ask([jnp.asarray(g) for g in grads], factor) == wanted
 
 
-# What JAX does with them
+# JAX's transformations
 
 
 @each
@@ -137,14 +137,14 @@ def test_under_vmap_with_a_learning_rate_each(name):
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(updates))
 
 
-# What optax wraps around them
+# optax's wrappers
 
 
 OPTIONS = [
     *((name, {}) for name in OPTIMIZERS),
     ("adam", {"legacy": True, "eps_inside_sqrt": True, "max_grad_norm": 1}),
     ("sgd", {"momentum": 0.9, "nesterov": True}),
-    # A decay other than 0 asks for the trust ratio, traced or not.
+    # A decay other than 0 enables the trust ratio, traced or not.
     ("lamb", {"weight_decay": 0.0, "max_grad_norm": None}),
     ("lamb", {"weight_decay": 0.0, "use_nvlamb": True}),
 ]
@@ -152,7 +152,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("name, options", OPTIONS)
 def test_injected_hyperparameters_and_a_schedule(name, options):
-    """All numbers are arrays of a state, the defaults too; booleans are Python's."""
+    """optax makes all numbers arrays, including defaults, but no booleans."""
 
     def schedule(count):
         assert (count.shape, count.dtype) == ((), jnp.int32)

@@ -1,4 +1,4 @@
-"""Every fused optimizer with every option, against its float64 oracle, for 20 steps."""
+"""Test 20 steps of every fused optimizer and option against its float64 oracle."""
 
 import functools
 import inspect
@@ -29,7 +29,7 @@ from tests.oracles import fused as oracles
 
 
 class Schedule(NamedTuple):
-    """A learning rate for both sides, which depends on the count of steps before."""
+    """A learning rate for both sides, which depends on the number of past steps."""
 
     start: float
 
@@ -41,14 +41,14 @@ class Schedule(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One optimizer with its options; `clip` is a share of the largest global norm."""
+    """An optimizer with its options. `clip` is a fraction of the largest norm."""
 
     name: str
     options: dict[str, Any]
     clip: float | None = None
 
     def on(self, given: Problem) -> dict[str, Any]:
-        """The options for these leaves, whose gradients are about one."""
+        """Returns the options for these leaves, whose gradients are about one."""
         if self.clip is None:
             return self.options
         elements = sum(w.param.size for w in given.weights)
@@ -56,7 +56,7 @@ class Case(NamedTuple):
 
 
 def sides(name: str) -> tuple[Any, Any]:
-    """Ours, and the oracle."""
+    """Returns jamp's optimizer and the oracle."""
     return getattr(jo, f"fused_{name}"), getattr(oracles, f"fused_{name}")
 
 
@@ -79,7 +79,7 @@ def sgd(momentum: float = 0.0, **options: Any) -> Case:
 
 
 adam, lamb, novograd, adagrad = (functools.partial(case, name) for name in COMMON)
-# Each option at least once, and what each does to the others' formulas.
+# Each option occurs at least once, also where it changes another option's formula.
 CASES = {
     "adam_clip": adam(0.5),
     "adam_l2": adam(0.5, adam_w_mode=False, learning_rate=Schedule(0.05)),
@@ -146,13 +146,13 @@ RATE = {"learning_rate": 1.0}
 LEGACY = RATE | {"eps": 1e-6, "max_grad_norm": 5e-6, "legacy": True}
 SIGNS = [[1.0, -2.0, 0.5]]
 EXACT = {
-    # In float32, 1 - 0.999 has an error of 1e-5. At a rate of 1 it would be seen.
+    # In float32, 1 - 0.999 has an error of 1e-5, which a rate of 1 would show.
     "correction of adam": (adam(**RATE, b2=0.999), SIGNS),
     "correction of lamb": (lamb(0.5, **RATE, b2=0.999), SIGNS),
     "correction of novograd": (novograd(**RATE, b2=0.999, init_zero=True), SIGNS),
     "a millionth in the older clip": (Case("adam", LEGACY), [[1e-5]]),
 } | {
-    # The optimizer does not check for inf, and clips as its page says.
+    # The optimizer does not check for inf, and clips as docs/optimizers.md says.
     f"{bad} in {name}": (CASES[name]._replace(clip=0.3), [[bad, 1.0, -0.5], [1.0, 1.0]])
     for name in ("adam_clip", "adam_legacy_inside", "lamb_clip")
     for bad in (np.nan, np.inf)
@@ -160,7 +160,7 @@ EXACT = {
 
 
 @pytest.mark.parametrize("row", EXACT)
-def test_to_the_last_bits(row):
+def test_the_first_steps_are_exact(row):
     case, grads = EXACT[row]
     leaves = [((len(g),), KINDS[0]) for g in grads]
     first = [np.float32(g) for g in grads]
@@ -170,7 +170,7 @@ def test_to_the_last_bits(row):
     check_case(case, given, tolerance=4 * 2.0**-23)
 
 
-# Where optax defines the same, the oracles agree with it at each of twenty steps.
+# The oracles agree with optax for twenty steps where optax has the same optimizer.
 
 MASK, S = [True, False], Schedule(0.05)
 NUMBERS = {"b1": 0.8, "b2": 0.95, "eps": 1e-6}
@@ -217,7 +217,7 @@ EQUAL = {
 def test_they_coincide(row):
     (name, options, theirs), rng = EQUAL[row], np.random.default_rng(0)
     params = [np.float32(rng.normal(size=shape)) for shape in [(3, 4), ()]]
-    # Away from 0, where eps=0 divides 0 by 0.
+    # No gradient is near 0, where eps=0 divides 0 by 0.
     shapes = [(20, 3, 4), (20,)]
     sizes = [rng.uniform(0.2, 1.0, s) * rng.choice([-1.0, 1.0], s) for s in shapes]
     grads = [np.float32(x) for x in sizes]

@@ -1,4 +1,4 @@
-"""LARC around fused and other optimizers, against its oracle in float64."""
+"""Test LARC around fused and other optimizers against its float64 oracle."""
 
 import functools
 
@@ -26,11 +26,11 @@ RATE = 0.05
 
 
 def schedule(count):
-    """A warm-up from zero, where nothing moves."""
+    """Warms up from a rate of zero."""
     return RATE * count / (1 + count)
 
 
-# Ours with weight decay `wd`, and the oracle of the inner one, without.
+# jamp's LARC with weight decay `wd`. INNERS has the inner oracles without decay.
 def fused_sgd(rate, wd=0.0, **options):
     inner = jo.fused_sgd(rate, 0.9, nesterov=True, weight_decay=wd)
     return jo.larc(inner, **options)
@@ -54,18 +54,18 @@ UNCLIPPED = {"clip": False, "trust_coefficient": 0.3, "eps": 1e-3}
     ids=["clipped", "schedule", "unclipped"],
 )
 def test_twenty_steps_match_float64(make, rate, wd, options):
-    # One leaf has no gradients, and one starts at zero: neither is adapted.
+    # LARC adapts neither the leaf without gradients nor the one that starts at zero.
     shapes = [(3, 4), (3,), (2,), (5,), (), (0,)]
     leaves = [(s, KINDS[3 if s == (5,) else 0]) for s in shapes]  # one in float16
     given = problem(leaves, **({"grad_scale": 256.0, "skips": SKIPPED} if wd else {}))
     how = {"learning_rate": rate, "weight_decay": wd, "inner": INNERS[make]}
     expected = functools.partial(oracles.larc, **how, **options)
-    # optax corrects Adam's bias in float32: 1 - 0.999 is off by 1e-5 of itself there.
+    # optax computes 1 - 0.999 in float32, which has a relative error of 1e-5.
     tolerance = 2e-5 if make is optax_adam else TOLERANCE
     check(make(rate, wd, **options), expected, given, run, tolerance)
 
 
-def test_what_is_given_to_larc_goes_before_what_the_inner_one_has():
+def test_larcs_arguments_override_the_inner_optimizers():
     params = jnp.arange(1.0, 4.0)
     inner = jo.fused_sgd(RATE, 0.9, weight_decay=0.1, mask=False)
     pairs = [

@@ -1,7 +1,7 @@
-"""`jamp.master_weights` as a transformation of optax, without the rest of the library.
+"""Test `jamp.master_weights` as an optax transformation, without the rest of jamp.
 
-Under nothing but `optax.apply_updates`: `params == cast(masters)` after every step, and
-the masters, however they are kept, are what the transformation makes of float32 params.
+After every step with `optax.apply_updates`, `params == cast(masters)`, and the masters
+equal float32 params that the same transformation steps.
 """
 
 import functools
@@ -28,7 +28,7 @@ SPOILT = 5
 
 
 def tree(half: Any = F16) -> Any:
-    """Leaves of half, and leaves that stay float32."""
+    """Returns half leaves, and leaves that stay float32."""
     rng = np.random.default_rng(0)
 
     def leaf(shape, dtype=half):
@@ -42,7 +42,7 @@ def tree(half: Any = F16) -> Any:
 
 
 def gradients(params: Any, spoil: float | None = None) -> Any:
-    """STEPS gradients along axis 0, in the dtypes of `params`."""
+    """Draws STEPS gradients along axis 0, in the dtypes of `params`."""
     rng = np.random.default_rng(1)
 
     def leaf(p):
@@ -64,14 +64,14 @@ def by_path(tree: Any) -> dict[str, Any]:
 
 
 def masters_of(params: Any, state: Any) -> dict[str, Any]:
-    """All masters by path. A half param, and no other, has one, of which it is half."""
-    # A wrapper around a part of the params has one hole for all of the rest.
+    """Returns all masters by path, and checks that half params equal theirs."""
+    # A wrapper around some params has one hole for all others.
     trees = [by_path(x) for _, x in optax.tree.get_all_with_path(state, "masters")]
     kept, masters = functools.reduce(operator.or_, trees), by_path(params)
     assert kept.keys() == {path for path, p in masters.items() if p.dtype != F32}
     for path, master in kept.items():
         p = masters[path]
-        if master.dtype == jnp.uint16:  # the bits that bfloat16 lacks
+        if master.dtype == jnp.uint16:  # the lower bits of float32
             master = join(p, master)
         else:
             assert_same_bits(p, master.astype(p.dtype))
@@ -80,19 +80,19 @@ def masters_of(params: Any, state: Any) -> dict[str, Any]:
 
 
 def only(*keys):
-    """A mask that is True on these top-level keys."""
+    """Returns a mask that is True on these top-level keys."""
     return lambda params: {k: k in keys for k in params}
 
 
 class Case(NamedTuple):
-    """A transformation that steps the masters, and what is put around it.
+    """A transformation that steps the masters, and the wrappers around it.
 
     Attributes:
-        inside: makes the former from a learning rate.
-        outside: takes what keeps masters, and the former.
-        half: the dtype of most params; bfloat16 ones have remainders.
+        inside: makes the transformation from a learning rate.
+        outside: wraps it, given `master_weights` and the transformation.
+        half: the dtype of most params. bfloat16 params have remainders.
         wide: whether gradients are float32, because a wrapper reads or adds them.
-        spoil: what one gradient has in the place of a number.
+        spoil: a value that one element of the gradients has.
     """
 
     inside: Callable[[Any], Any] = optax.adam
@@ -111,7 +111,7 @@ CASES = {
         ),
         half=BF16,
     ),
-    # Where the mask leaves it out, the gradient itself steps the masters.
+    # The gradient of a masked leaf itself steps the master.
     "around a mask": Case(lambda r: optax.masked(optax.adam(r), only("dense", "norm"))),
     "around injected": Case(lambda rate: optax.inject_hyperparams(optax.adam)(rate)),
     "in a mask": Case(
@@ -149,7 +149,7 @@ CASES = {
 
 @functools.partial(jax.jit, static_argnums=0)
 def run(case, rate, params, grads):
-    """Params and state before and after each step; and params, if all are float32."""
+    """Returns params and states around each step, and params of a float32 run."""
 
     def trained(keep, params, grads):
         tx = case.outside(keep, case.inside(rate))
@@ -169,7 +169,7 @@ def run(case, rate, params, grads):
     return *trained(keep, params, grads), plain[0]
 
 
-# optax.apply_updates adds fp32 to half.
+# optax.apply_updates adds float32 to half.
 standard = pytest.mark.standard_promotion
 
 
@@ -184,7 +184,7 @@ def test_params_are_their_rounded_masters_after_every_step(name):
         found, state, plain = run(case, F32(rate), params, given)
         masters = masters_of(found, state)
         assert_rounded_alike(masters, by_path(plain), 1e-5, 1e-5 * rate)
-        # At 1e-4 most steps of half params round to nothing; at 1 none does.
+        # At a rate of 1e-4, most steps of half params round to zero. At 1, none does.
         for x in map(np.float32, jax.tree.leaves(found) if rate == 1.0 else ()):
             assert (x != x[0]).any(0).all()
 
@@ -204,7 +204,7 @@ def test_updates_are_the_difference_of_two_halves_in_fp32(dtype):
 
 @standard
 @pytest.mark.parametrize("dtype, store", [(F16, False), (BF16, True)])
-def test_what_is_beyond_half_is_clamped_and_comes_back(dtype, store):
+def test_params_beyond_half_are_clamped_and_recover(dtype, store):
     largest = float(jnp.finfo(dtype).max)
     tx = jamp.master_weights(optax.sgd(1.0), store_remainder=store)
     params = {"w": jnp.asarray([10.0, -10.0], dtype)}
@@ -222,7 +222,7 @@ def test_what_is_beyond_half_is_clamped_and_comes_back(dtype, store):
     if not store:
         assert (np.abs(state.masters["w"]) > largest).all()
     assert (np.abs(step(-jump * 0.9)) < largest).all()
-    # An infinite master, too; it stays so, or is the largest that rounds to a finite.
+    # An infinite master is clamped too. It stays infinite, unless it is a remainder.
     np.testing.assert_array_equal(step([-np.inf, np.inf]), [largest, -largest])
     if not store:
         np.testing.assert_array_equal(state.masters["w"], [np.inf, -np.inf])
@@ -234,7 +234,7 @@ def test_init_widens_half_leaves_and_leaves_holes_for_the_others(store):
     tx = jamp.master_weights(optax.adam(0.1), store_remainder=store)
     state = tx.init(params)
     kept = [x.astype(F32) for x in jax.tree.leaves(params["dense"])]
-    if store:  # two bytes, which half params lack nothing of
+    if store:  # the remainder of a half param is zero
         kept = [jnp.zeros(x.shape, jnp.uint16) for x in kept]
     assert_same_bits(jax.tree.leaves(state.masters["dense"]), kept)
     holes = state.masters["norm"].values()
@@ -244,13 +244,13 @@ def test_init_widens_half_leaves_and_leaves_holes_for_the_others(store):
     assert {str(x.dtype) for x in jax.tree.leaves(moments)} == {"float32"}
     assert jax.tree.structure(moments) == jax.tree.structure(params)
     assert_same_bits(jax.jit(tx.init)(params), state)
-    for given in [params] if store else [params, widened(params)]:  # none is shared
+    for given in [params] if store else [params, widened(params)]:  # shares no array
         leaves = jax.tree.leaves((given["dense"], given["list"], tx.init(given)))
         assert len({x.unsafe_buffer_pointer() for x in leaves}) == len(leaves)
 
 
-def test_init_from_fp32_params_copies_what_casting_them_loses():
-    # 1 + 2^-12 is 1 in fp16. The params are cast after init, and the norm is kept.
+def test_init_from_fp32_params_keeps_what_casting_loses():
+    # 1 + 2^-12 is 1 in float16. The params are cast after init, except for the norm.
     originals = {"w": jnp.asarray([1 + 2.0**-12], F32), "norm": jnp.asarray([2.0], F32)}
     tx = jamp.master_weights(optax.sgd(1.0))
     state = tx.init(originals)
@@ -268,7 +268,7 @@ def test_schedule_free_params_for_evaluation():
     state = state.apply_gradients(grads={"w": jnp.full(3, 0.5)})
     evaluate = optax.contrib.schedule_free_eval_params
     found = evaluate(state.opt_state.inner_state, jamp.master_params(state))
-    np.testing.assert_allclose(found["w"], 0.95, 1e-6)  # after one step x is z
+    np.testing.assert_allclose(found["w"], 0.95, 1e-6)  # x is z after one step
 
 
 # The interface of optax
@@ -300,7 +300,7 @@ def test_trees_that_do_not_match_are_an_error_with_the_path(row):
         tx.update(PARAMS, optax.EmptyState(), PARAMS)
 
 
-def test_what_is_no_transformation_or_wrapped_already_is_refused():
+def test_wrapping_twice_or_another_object_is_refused():
     for bad in (optax.sgd, 0.1, None, (optax.sgd(0.1),)):
         with pytest.raises(TypeError, match="(?i)transformation"):
             jamp.master_weights(bad)

@@ -1,4 +1,4 @@
-"""Moments in bfloat16, rounded stochastically: what is written, and what it keeps."""
+"""Test moments in bfloat16, which are rounded stochastically."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from tests.oracles import rounding
 from tests.support.bits import assert_rounded_alike, assert_same_bits
 
 BF16, F32 = jnp.bfloat16, jnp.float32
-# Zeros, what bfloat16 holds and nearly holds, denormals, the largest, and no numbers.
+# Zeros, exact and inexact bfloat16 numbers, denormals, the largest, inf and NaN.
 SPECIAL = [0.0, -0.0, 1.0, -1.5, 2.0**-133, 1e-40, 1.1754944e-38, 3e38, 3.4e38, -3.4e38]
 SPECIAL += [np.inf, -np.inf, np.nan, 1.0 + 2.0**-23, 1.0 - 2.0**-24, 2.0**-149]
 
@@ -32,7 +32,7 @@ class Copying:
 
 
 def written(values, count, backend):
-    """What leaves of values are rounded to, as first and as second moments."""
+    """Returns the values after rounding as first and as second moments."""
     weights = [pk.Weight(x) for x in values]
     old = [jnp.zeros(x.shape, BF16) for x in values]
     leaves = pk.Leaves(weights, values, {"mu": old, "nu": old}, [False] * len(values))
@@ -41,7 +41,7 @@ def written(values, count, backend):
 
 
 def values(n, seed=0):
-    """Returns numbers of all sizes; the first are special."""
+    """Draws numbers of all magnitudes, after the special ones."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=n) * 2.0 ** rng.integers(-120, 120, n)
     x[: len(SPECIAL)] = SPECIAL[:n]
@@ -63,19 +63,19 @@ def test_moments_are_rounded_by_a_hash_of_step_leaf_and_element(backend, n):
                 assert (np.signbit(np.asarray(found, F32)) == np.signbit(x)).all()
 
 
-def test_the_bits_are_even_and_those_of_steps_leaves_and_moments_unrelated():
+def test_random_bits_are_uniform_and_independent():
     draws = [
         rounding.random_16(step, leaf, np.arange(2**16), place)
         for step, leaf, place in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 2))
     ]
     for x in draws:
         counts = np.bincount(x.astype(int) // 256, minlength=256)
-        assert ((counts - 256) ** 2 / 256).sum() < 340  # chi^2 of 255: p = 3e-4
+        assert ((counts - 256) ** 2 / 256).sum() < 340  # chi^2 test: p = 3e-4
     related = np.corrcoef([x - 32767.5 for x in draws])
     assert abs(related - np.eye(len(draws))).max() < 4 / 256
 
 
-# XLA steps these under `shard_map`, because a kernel takes 128 elements and more.
+# Too small for a kernel, so that XLA steps them under `shard_map`.
 SMALL = {"both": (16, 20), "combined": (16, 7), "fsdp": (40,), "tensor": (5, 8)}
 WHOLE = {name: shape for name, (shape, _) in LEAVES.items()}
 
@@ -99,7 +99,7 @@ def test_the_bits_are_those_of_the_whole_leaf_under_any_sharding(kind, backend, 
 
 
 @each_bare
-def test_moments_and_nothing_else_are_in_moment_dtype(name):
+def test_only_moments_are_in_moment_dtype(name):
     params = {"w": jnp.ones((3, 50)), "b": jnp.ones(())}
     tx = fresh(name, moment_dtype="bfloat16")
     state = tx.init(params)
@@ -109,7 +109,7 @@ def test_moments_and_nothing_else_are_in_moment_dtype(name):
             is_norm = name == "novograd" and field == "nu"
             for x in jax.tree.leaves(optax.tree.get(kept, field)):
                 assert x.dtype == (F32 if is_norm else BF16)
-    # The first step reads moments of zero: it is float32's.
+    # The first step reads moments of zero, so its updates equal float32's.
     plain = fresh(name)
     expected, _ = jax.jit(plain.update)(params, plain.init(params), params)
     assert_rounded_alike(updates, expected)
@@ -138,4 +138,4 @@ def test_zero_gradients_move_nothing_and_second_moments_decay_at_the_right_rate(
     wanted = 0.999**400
     assert float(state.nu.astype(F32).mean()) == pytest.approx(wanted, rel=0.03)
     nearest = (jnp.ones(4096, BF16).astype(F32) * 0.999).astype(BF16)
-    assert (nearest == 1).all()  # round to nearest never decays
+    assert (nearest == 1).all()  # rounding to nearest never decays

@@ -1,4 +1,4 @@
-"""The recipe for Muon: Newton-Schulz iterations in bfloat16 by autocast."""
+"""Test the recipe for Muon, whose Newton-Schulz iterations autocast to bfloat16."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""pallas_kernels' norms and finite check against NumPy's float64, on both backends."""
+"""Test pallas_kernels' norms and finite check against float64, on both backends."""
 
 import functools
 import math
@@ -14,7 +14,7 @@ from tests.support.programs import FAST
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 BACKENDS = ["xla", "interpret"]
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
-# Leaves that kernels take and that they do not, in whole blocks and not.
+# Leaves below and above a kernel's minimum, in whole and partial blocks.
 SHAPES = [(), (0,), (127,), (3, 50), (1024 + 1,), (4096 * 2 + 130,)]
 
 
@@ -40,7 +40,7 @@ def measured(leaves, backend):
 
 
 @each_backend
-def test_norms_are_those_of_float64(backend):
+def test_norms_match_float64(backend):
     xs = leaves()
     norms, bad = measured(xs, backend)
     wide = [np.abs(np.float64(np.float32(x))) for x in xs]
@@ -59,7 +59,7 @@ def test_norms_are_those_of_float64(backend):
 
 @each_backend
 def test_one_bad_element_is_found_wherever_it_is(backend):
-    """It makes the norms of its leaf and of all leaves inf or NaN."""
+    """The norms of the leaf and of all leaves become inf or NaN."""
     places = [(k, at) for k, shape in enumerate(SHAPES) for at in (0, 0.5, 1) if k != 1]
     for n, (leaf, at) in enumerate(places):
         xs, value = leaves(), [np.inf, -np.inf, np.nan][n % 3]
@@ -74,7 +74,7 @@ def test_one_bad_element_is_found_wherever_it_is(backend):
 
 
 def test_what_overflows_once_divided_is_found_and_nothing_is_finite():
-    big = [jnp.full(13, 3e38)]  # apex summed them, which overflows
+    big = [jnp.full(13, 3e38)]  # apex's sum of them overflows
     assert not found_inf(big)
     assert found_inf(big, options=Options(unscale=jnp.float32(8)))
     for backend in BACKENDS:

@@ -1,4 +1,4 @@
-"""AmpState with fused optimizers: a step is theirs, and a skip touches nothing."""
+"""Test that AmpState steps like its fused optimizer, and skips without a change."""
 
 import functools
 import itertools
@@ -19,8 +19,8 @@ from tests.support.states import HALF, State, assert_skipped, dot
 
 F32 = jnp.float32
 STEPS = 6
-# Where a step overflows: in the first and the last leaf, which are half, and in one
-# that stays float32. Two such steps follow each other.
+# The steps that overflow, each with a leaf, an index and a value. Two of them are
+# consecutive.
 BAD = {1: ("a", -1, np.inf), 3: ("z", 0, np.nan), 4: ("n", 64, -np.inf)}
 
 
@@ -32,7 +32,7 @@ ADAM = functools.partial(jo.fused_adam, 0.05, weight_decay=0.1, max_grad_norm=0.
 SGD = functools.partial(jo.fused_sgd, decreasing, 0.9, dampening=0.3, weight_decay=0.1)
 LAMB = functools.partial(jo.fused_lamb, 0.05, weight_decay=0.1)
 SPLIT = {"store_remainder": True}
-# An optimizer, what runs it, a level and options.
+# An optimizer, its backend, a level and options.
 RUNS = {
     "larc": (lambda backend: larc_sgd(0.05, weight_decay=0.1), "xla", "O2", {}),
     "sgd, float32": (SGD, "xla", "O1", {}),
@@ -47,13 +47,13 @@ def normal(shape, seed):
 
 
 def params():
-    """Leaves that kernels take, one that they do not, and one that stays float32."""
+    """Draws leaves for kernels, one that is too small, and one that stays float32."""
     shapes = {"a": (14, 10), "b": (3,), "n": (129,), "z": (131,)}
     return {k: normal(s, 10 + i) for i, (k, s) in enumerate(shapes.items())}
 
 
 def gradients(step):
-    """What step number `step` differentiates: small, with an overflow in bad ones."""
+    """Draws small gradients for a step, with an overflow if the step is bad."""
     tree = {k: normal(p.shape, 100 * step + p.size) / 16 for k, p in params().items()}
     if step in BAD:
         leaf, place, value = BAD[step]
@@ -77,7 +77,7 @@ def step(state, x):
 
 @functools.cache
 def run(name):
-    """The states before and after each step."""
+    """Returns the states before and after each step."""
     make, backend, level, options = RUNS[name]
     seen = jnp.zeros((), F32)
     states = [start(make(backend=backend), level, params(), seen=seen, **options)]
@@ -87,7 +87,7 @@ def run(name):
 
 
 def inner(state):
-    """The optimizer's own state."""
+    """Returns the optimizer's own state."""
     return getattr(state.opt_state, "inner_state", state.opt_state)
 
 
@@ -99,7 +99,7 @@ def optax_step(tx, grads, state, params, grad_scale):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_step_is_the_same_optimizers_in_optaxs_way(name):
-    """On float32 params by XLA, which has been compared with oracles in float64."""
+    """Compares with float32 params under XLA, which other tests check in float64."""
     make, _, level, options = RUNS[name]
     states = run(name)
     for k, (before, after) in enumerate(itertools.pairwise(states)):
@@ -109,7 +109,7 @@ def test_a_step_is_the_same_optimizers_in_optaxs_way(name):
             continue
         assert (after.step, after.seen) == (before.step + 1, before.seen + 1)
         scale, x = before.loss_scale, gradients(k)
-        # As they leave the backward pass, rounded where a param is half.
+        # The backward pass rounds the gradient of a half param.
         grads = {
             k: (x[k] * np.float32(scale)).astype(p.dtype)
             for k, p in before.params.items()
@@ -117,8 +117,7 @@ def test_a_step_is_the_same_optimizers_in_optaxs_way(name):
         args = grads, inner(before), jamp.master_params(before), scale
         weights, state = optax_step(make(backend="xla"), *args)
         masters = jamp.master_params(after)
-        # Two programs of the same formula: XLA contracts their products differently,
-        # which may round to another half.
+        # XLA fuses the two programs differently, so a result may round to another half.
         tolerance = (2e-3, 1e-5) if level == "O3" else (2e-6, 1e-7)
         assert_rounded_alike(masters, weights, *tolerance)
         assert_rounded_alike(inner(after), state, 1e-5, 1e-9)
@@ -132,7 +131,7 @@ def test_a_step_is_the_same_optimizers_in_optaxs_way(name):
     assert (states[-1].step, states[-1].skipped_steps) == (STEPS - len(BAD), len(BAD))
 
 
-# What bits there are
+# Clamping and exact bits
 
 
 @jax.jit
@@ -140,7 +139,7 @@ def plain_step(state, x):
     return state.apply_gradients(grads=x)
 
 
-# Level, options, backend; the start, the step, the largest half, and the master there.
+# Level, options, backend, start, step, the largest half, and the master there.
 BEYOND = [
     ("O2", {"master_weights": False}, "xla", 1.0, 1e6, 65504.0, 65504.0),
     ("O5", {}, "xla", 3.3e38, 1e37, 3.3895314e38, 3.4e38),
@@ -165,9 +164,9 @@ def test_params_beyond_half_are_clamped(
         np.testing.assert_allclose(w, -np.float32(at), 1e-6)
 
 
-def test_both_halves_are_of_one_value_whatever_the_compiler_does():
-    # Unoptimised, XLA:CPU rounds a product and a sum once in one fusion, and twice in
-    # another: halves of two values are off by a whole bfloat16 where these straddle.
+def test_both_halves_of_a_master_are_of_one_value():
+    # Without optimizations, XLA on CPU may round `a * b + c` once in one fusion, and
+    # twice in another. Halves of the two values could differ by a whole bfloat16.
     weights, grads = ({"w": normal(2**21, seed)} for seed in range(2))
     scale = jamp.StaticLossScale(1.0, check=True)
     state = start(jo.fused_sgd(0.05), "O5", weights, loss_scale=scale, **SPLIT)

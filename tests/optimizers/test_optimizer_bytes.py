@@ -1,4 +1,4 @@
-"""What optimizer steps move and launch on an H200: the tables of docs/optimizers.md."""
+"""Test the tables of bytes and launches on an H200 in docs/optimizers.md."""
 
 import functools
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def params_of(spec: specs.Spec) -> dict[str, Any]:
 
 
 def compiled(spec: specs.Spec, init: Any, step: Any = timed.fused_step) -> Program:
-    """A step of the state that `init` makes, with gradients like its params."""
+    """Compiles a step of the state that `init` makes."""
     state = jax.eval_shape(init, params_of(spec))
     is_amp = isinstance(state, jamp.AmpState)
     grads = state.params if is_amp else state.masters | state.half
@@ -74,12 +74,11 @@ def test_bytes_per_parameter(name, backend):
     assert f"| {name} | {row.xla} | {row.mosaic} |\n" in SHOWN
     tx = row.make(backend=backend)
     program = compiled(spec, initialize(tx, **row.options))
-    # A kernel gets the half params to write them, and reads nothing of them, unless
-    # they are masters' upper bits.
+    # A kernel only writes the half params, unless they are the upper bits of masters.
     reads_halves = backend == "xla" or row.options in (SPLIT, BARE)
     moved = program.traffic / spec.total - (0 if reads_halves else 2)
     assert moved == pytest.approx(getattr(row, backend), rel=1e-3)
-    assert all(size <= 4 for size in program.copies)  # of a scalar
+    assert all(size <= 4 for size in program.copies)  # scalars
     keeps_update = name == "`fused_lamb`" and backend == "xla"
     assert program.temp < (0.01 + 4 * keeps_update) * spec.total
 
@@ -92,7 +91,7 @@ LAUNCHES = {
 }
 
 
-IN_XLA = "`fused_adam`, XLA"  # what each GPU runs that nobody has measured
+IN_XLA = "`fused_adam`, XLA"  # the default on GPUs
 REST = more("BUDGETS", (x for x in LAUNCHES if x != IN_XLA))
 
 
@@ -108,7 +107,7 @@ def test_launches_on_300_leaves(name):
         assert program.traffic <= 1.001 * timed.least_bytes(MANY)
 
 
-# Bytes per parameter: params, masters, moments. And counters, the scale, a flag.
+# Bytes per parameter of params, masters and moments. COUNTERS are scale and counts.
 COUNTERS = 29
 HELD = {
     "float32 masters": (ADAM, {}, 2, 4, 8),
@@ -134,4 +133,4 @@ def test_chain_moves_no_more_than_it_must():
     it = timed.optax_chain(spec)
     program = compiled(spec, it.init, it.step)
     assert it.bytes_moved <= program.traffic <= 1.001 * it.bytes_moved
-    assert all(size <= 4 for size in program.copies)  # of a scalar
+    assert all(size <= 4 for size in program.copies)  # scalars

@@ -1,4 +1,4 @@
-"""Half params without masters, rounded stochastically, and what that is worth."""
+"""Test stochastic rounding of half params without masters."""
 
 import functools
 import pickle
@@ -33,7 +33,7 @@ def step(state, x):
 
 
 def oracle(params, grads, steps, rate):
-    """SGD with float32 steps, rounded by NumPy; the last leaf stays float32."""
+    """Steps SGD in float32, and rounds with NumPy. `kept` stays float32."""
     p = {k: x.astype(BF16).astype(np.float32) for k, x in params.items()}
     p["kept"] = params["kept"]
     for t in range(steps):
@@ -47,7 +47,7 @@ def oracle(params, grads, steps, rate):
 
 
 def with_state(tx):
-    """The params of a state after three steps."""
+    """Returns a function that trains a state for three steps."""
 
     def train(params, grads):
         state = jamp.initialize(params, tx, "O5", keep_fp32="kept", **BARE)
@@ -59,7 +59,7 @@ def with_state(tx):
 
 
 def by_hand(params, grads):
-    """The same by the wrapper, in a loop of one's own."""
+    """Trains with the wrapper in an Optax loop."""
     tx = jo.stochastic_rounding(optax.sgd(2.0**-9))
     p = {k: jnp.asarray(x, F32 if k == "kept" else BF16) for k, x in params.items()}
     state = tx.init(p)
@@ -82,7 +82,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_params_are_rounded_by_a_hash_of_step_leaf_and_element(way):
     params = weights()
-    # bfloat16 numbers times a power of two are exact in any order, and fused.
+    # bfloat16 numbers times a power of two are exact in any order and fusion.
     grads = {k: np.float32(x.astype(BF16)) for k, x in weights(1).items()}
     wanted = oracle(params, grads, 3, 2.0**-9)
     for name, x in WAYS[way](params, grads).items():
@@ -105,7 +105,7 @@ def test_equal_wrappers_are_values():
     ids=["optax", "fused"],
 )
 def test_equal_groups_and_equal_leaves_are_rounded_independently(tx, where):
-    """A quarter of the weights stays at 1: two kinds differ in 2 p (1 - p) of them."""
+    """A weight moves with probability p, so two leaves differ in 2 p (1 - p) places."""
     tree = {"a": jnp.ones(4096), "b": jnp.ones(4096)}
     one = functools.partial(jamp.initialize, loss_scale=1.0, opt_level="O5", **BARE)
     state = one({"x": tree, "y": tree}, {"x": tx, "y": tx})
@@ -123,7 +123,7 @@ def test_equal_groups_and_equal_leaves_are_rounded_independently(tx, where):
         for other in flipped[:k]:
             unequal = (one_leaf != other).mean()
             assert unequal == pytest.approx(2 * rate * (1 - rate), abs=0.04)
-    # A resumed run rounds as the run that went on.
+    # A resumed run rounds like the original one.
     again = jamp.from_checkpoint(state, jamp.to_checkpoint(first))
     assert_same_bits(step(again), step(first))
     moments = optax.tree.get_all_with_path(step(first).opt_state, "trace")
@@ -145,7 +145,7 @@ def test_small_steps_add_up_in_the_mean():
 
 
 @pytest.mark.parametrize("tx", [optax.sgd(1.0), jo.fused_sgd(1.0)])
-def test_a_skip_keeps_every_bit_and_infinity_is_out_of_reach(tx):
+def test_a_skip_keeps_every_bit_and_no_param_becomes_infinite(tx):
     rule = jamp.DynamicLossScale(init_scale=4.0)
     params = {"a": np.float32([1.0, 3.38e38])}
     state = jamp.initialize(params, tx, "O5", loss_scale=rule, **BARE)
@@ -181,7 +181,7 @@ def test_checkpoints_pass_between_levels_with_masters_and_without():
         ("O5", {"cast_model_type": False}),
     ],
 )
-def test_it_is_for_bfloat16_params_without_masters(level, options):
+def test_stochastic_rounding_needs_bfloat16_params_without_masters(level, options):
     with pytest.raises(jamp.OptLevelError, match="stochastic_rounding.*'O5', master"):
         jamp.initialize(weights(), optax.sgd(0.1), level, **(BARE | options))
 

@@ -1,4 +1,4 @@
-"""`master_weights(tx, store_remainder=True)`: 16 bits beside bfloat16 are a master."""
+"""Test `store_remainder=True`, which stores 16 bits beside each bfloat16 param."""
 
 import functools
 
@@ -20,8 +20,8 @@ stored = functools.partial(jamp.master_weights, store_remainder=True)
 
 # Splitting and joining, over all lower halves
 
-# Zeros, denormals, the least normal; one, and odd above it; the largest of a
-# binade, and of all; infinity; NaNs.
+# Zero, denormals, the smallest normal, 1 and the next number, the largest of a binade
+# and of all, infinity, NaNs and an ordinary number.
 HIGHS = [0, 1, 0x7F, 0x80, 0x3F80, 0x3F81, 0x40FF, 0x7F7E, 0x7F7F, 0x7F80]
 HIGHS += [0x7F81, 0x7FC0, 0x7FFF, 0x3DE1]
 LOWS = np.arange(2**16, dtype=np.uint32)
@@ -40,7 +40,7 @@ def test_split_and_join_are_exact_for_all_lower_halves():
     magnitude = u & 0x7FFFFFFF
     finite = magnitude <= LARGEST
     np.testing.assert_array_equal(joined.view(np.uint32)[finite], u[finite])
-    # To nearest, exact ties away from zero.
+    # Rounds to nearest, ties away from zero.
     rounded = ((u.astype(np.uint64) + 0x8000) >> 16).astype(np.uint16)
     np.testing.assert_array_equal(upper_bits(high)[finite], rounded[finite])
     np.testing.assert_array_equal(low[finite], (u & 0xFFFF)[finite])

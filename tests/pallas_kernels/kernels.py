@@ -1,7 +1,7 @@
-"""Every kernel, as a case that a test compiles for a GPU, and runs.
+"""Every kernel, as a case that tests compile for a GPU and run.
 
-Run as a module it compiles all of them. Mosaic compiles a kernel once per process,
-whatever the target, and prints what it made of it: hence a process for each target.
+As a module, it compiles all kernels for one target. Mosaic compiles a kernel once per
+process, so each target needs its own process.
 """
 
 import sys
@@ -18,7 +18,7 @@ from jamp import optimizers as jo
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 MARK = "==== "
-# A remainder behind blocks of 1024 and of 4096; whole blocks of both; less than one.
+# Blocks of 4096 and 1024 with a remainder, whole blocks, and less than a block.
 SIZES = (4096 + 1024 + 256 + 44, 4096, 200)
 RTOL = {"float32": 2e-6, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
@@ -29,7 +29,7 @@ type Shapes = Sequence[int | tuple[int, ...]]
 class Case(NamedTuple):
     """A call of a kernel, `(options, *args) -> results`.
 
-    `make` makes the args for leaves of some shapes, of which `donate` are donated.
+    `make` creates the args for leaves of some shapes. `donate` are donated positions.
     """
 
     call: Callable[..., Any]
@@ -39,7 +39,7 @@ class Case(NamedTuple):
 
 
 BETAS = {"b1": 0.9, "b2": 0.99, "eps": 1e-6, "weight_decay": 0.1}
-# By name the moments, and the optimizer.
+# The names of the moments, and the optimizer.
 OPTIMIZERS = {
     "adam": (["mu", "nu"], jo.fused_adam(0.01, **BETAS)),
     "narrow adam": (["mu", "nu"], jo.fused_adam(0.01, **BETAS, moment_dtype=BF16)),
@@ -51,7 +51,7 @@ OPTIMIZERS = {
 
 
 def stepped(optimizer: str, kind: str, dtype: Any) -> Case:
-    """An optimizer on weights of a kind, with gradients of a dtype."""
+    """Returns a case of an optimizer, a kind of weights and a dtype of gradients."""
     names, tx = OPTIMIZERS[optimizer]
     rule, only_updates = tx.rule, kind == "update"
 
@@ -61,7 +61,7 @@ def stepped(optimizer: str, kind: str, dtype: Any) -> Case:
         if optimizer == "sgd":
             decays[1::2] = [False] * len(decays[1::2])
         leaves, count = pk.Leaves(weights, grads, moments, decays), jnp.int32(0)
-        if optimizer == "novograd":  # whose norms are a kernel of its own
+        if optimizer == "novograd":  # a separate kernel computes its norms
             norms = jnp.arange(1, len(grads) + 1, dtype=F32)
             given = leaves._replace(moments={"nu": [*norms]})
             numbers = {**rule.numbers(count, given, pk.Options()), "norm": norms}
@@ -80,7 +80,7 @@ def stepped(optimizer: str, kind: str, dtype: Any) -> Case:
         grads = [8 * noise(n, dtype, 3) for n in shapes]
         return weights, states, grads, F32(0.125), jnp.bool_(False)
 
-    # LAMB needs two passes; with SGD, leaves that decay have a kernel of their own.
+    # LAMB needs two passes. SGD has separate kernels with and without decay.
     return Case(call, make, (0, 1), 2 if optimizer in ("lamb", "sgd") else 1)
 
 
@@ -99,7 +99,7 @@ def noise(shape: Any, dtype: Any, seed: int) -> jax.Array:
 
 
 def reading(call: Callable, columns: int, dtype: Any) -> Case:
-    """A call on lists of arrays of a dtype."""
+    """Returns a case of a call on lists of arrays of a dtype."""
 
     def make(sizes):
         return tuple([noise(n, dtype, k) for n in sizes] for k in range(columns))
@@ -111,7 +111,7 @@ def found_inf_unscaled(options, xs):
     return pk.found_inf(xs, options=options._replace(unscale=F32(8)))
 
 
-# By name a call, and how many lists of arrays it takes.
+# A call, and its number of lists of arrays.
 READING = {
     "l2norm": (lambda options, xs: pk.norm(xs, per_leaf=True, options=options), 1),
     "max_norm": (lambda options, xs: pk.norm(xs, jnp.inf, options=options), 1),
@@ -140,23 +140,23 @@ CASES |= {
 
 
 def cases(target: str) -> list[str]:
-    """Returns the cases that a target compiles: all, or a few."""
+    """Returns all cases for an H200, and a few for other targets."""
     few = ["adam, copied, bf16", "adam, split, bf16", "narrow adam, own, bf16"]
     few += ["narrow adam, split, bf16", "lamb, copied, bf16", "sgd, copied, bf16"]
     return list(CASES) if target == "H200" else few
 
 
-# Past 2^31 elements a leaf is indexed by row, just before it by element.
+# Kernels index leaves from 2^31 elements on by row, and smaller ones by element.
 LARGE = {"rows": 2**31 + 4096, "elements": 2**31 - 1}
 
 
 def assert_close(found: Any, expected: Any) -> None:
-    """Asserts that two kernels computed the same, but for a rounding."""
+    """Checks that two results agree within one rounding."""
     jax.tree.map(_assert_close, _joined(found), _joined(expected))
 
 
 def _joined(results: Any) -> Any:
-    """Weights in halves as float32: their lower halves may differ by a rounding."""
+    """Joins split weights to float32, since their lower halves may differ."""
 
     def is_split(x):
         return isinstance(x, pk.Weight) and x.kind == "split"

@@ -1,4 +1,4 @@
-"""Every kernel computes what XLA does: interpreted on a CPU, compiled on a GPU."""
+"""Test that kernels compute the same as XLA, interpreted or compiled on a GPU."""
 
 import functools
 
@@ -13,7 +13,7 @@ from tests.support.bits import assert_same_bits
 
 ON_GPU = jax.default_backend() == "gpu"
 KERNELS = pk.Options(backend="mosaic" if ON_GPU else "interpret")
-# A block and a remainder, a remainder alone, and a leaf that XLA takes.
+# A block with a remainder, less than a block, and a leaf that XLA steps.
 SIZES = [(1024 + 256 + 44, 200, 44)]
 SIZES += [kernels.SIZES, (2**20 + 1,)] if ON_GPU else []
 
@@ -24,7 +24,7 @@ def run(name, options, *args):
 
 @pytest.mark.gpu
 def test_gpu_run_is_on_a_gpu():
-    # JAX falls back to the CPU without an error if CUDA does not start.
+    # If CUDA does not start, JAX falls back to the CPU without an error.
     assert ON_GPU
 
 
@@ -37,12 +37,12 @@ def test_kernel_computes_what_xla_does(name):
         kernels.assert_close(found, expected)
         if name in kernels.NARROW:  # both round by the same random bits
             for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-                if x.dtype == jnp.bfloat16:  # by other bits: 0.67
+                if x.dtype == jnp.bfloat16:  # other random bits would give 0.67
                     assert (np.asarray(x) == np.asarray(y)).mean() > 0.99
 
 
 @pytest.mark.parametrize("name", [n for n in kernels.CASES if ", copied, " in n])
 def test_a_skip_changes_no_bit(name):
-    *args, _ = kernels.CASES[name].make(SIZES[0][:2])  # XLA writes copies
+    *args, _ = kernels.CASES[name].make(SIZES[0][:2])
     found = run(name, KERNELS, *args, jnp.bool_(True))
     assert_same_bits(found, (args[0], args[1]))

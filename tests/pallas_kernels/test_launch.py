@@ -1,4 +1,4 @@
-"""The launcher on the CPU, where Pallas' emulator looks for races and bad accesses."""
+"""Test the launcher on the CPU, where an emulator finds races and bad accesses."""
 
 import dataclasses
 import functools
@@ -18,19 +18,20 @@ from tests.pallas_kernels import kernels
 from tests.pallas_kernels.kernels import BF16, F16, F32
 
 INTERPRET = Options(backend="interpret")
-# Around a warpgroup, and around one, two and four blocks.
+# Sizes around a warpgroup, and around one, two and four blocks.
 SIZES = (128, 129, 255, 1023, 1024, 1025, 1152, 2047, 2048 + 127, 4095, 4096, 4097)
 
 
 @pytest.fixture(autouse=True)
 def no_races(capsys):
-    """JAX 0.11 prints races, newer ones raise."""
+    """Fails on races, which JAX 0.11 prints and newer versions raise."""
     yield
     assert "RACE" not in capsys.readouterr().out
 
 
-def test_no_kernel_has_a_custom_jvp_which_mosaic_on_jax_0_11_lowers_not():
-    case = kernels.CASES["narrow adam, split, bf16"]  # joins, splits and rounds
+def test_no_kernel_has_a_custom_jvp():
+    # Mosaic on JAX 0.11 cannot lower one. This case joins, splits and rounds.
+    case = kernels.CASES["narrow adam, split, bf16"]
     call = functools.partial(case.call, INTERPRET)
     assert "custom_jvp" not in str(jax.make_jaxpr(call)(*case.make((200,))))
 
@@ -49,14 +50,14 @@ def integers(shape, dtype, seed):
     [
         [(n,) for n in SIZES[::-1]],  # launches sort them
         [(1025,)],
-        # XLA takes those below 128 elements: a warpgroup would have idle threads.
+        # XLA steps leaves below 128 elements, which would leave threads idle.
         [(), (0,), (3, 0, 5), (127,), (2, 3, 5, 7), (1031,)],
-        [(128 + 50 * (k % 3),) for k in range(70)],  # more than a launch takes
+        [(128 + 50 * (k % 3),) for k in range(70)],  # more than fit in a launch
     ],
     ids=lambda shapes: str(shapes[:4]),
 )
 def test_leaves_of_all_sizes(shapes):
-    # Two passes, sums of each leaf and half copies; then two kernels.
+    # LAMB has two passes, sums per leaf and half copies. SGD has two kernels.
     for name in ("lamb, copied, bf16", "sgd, copied, bf16"):
         case = kernels.CASES[name]
         args = case.make(shapes)
@@ -67,7 +68,7 @@ def test_leaves_of_all_sizes(shapes):
         kernels.assert_close(found, wanted)
 
 
-def test_a_dtype_that_kernels_lack_goes_through_xla():
+def test_other_dtypes_go_through_xla():
     with jax.enable_x64(True):
         x = jnp.arange(300, dtype=jnp.float64) + 2.0**-40
         assert not launcher.fits({"x": x})
@@ -78,7 +79,7 @@ def test_a_dtype_that_kernels_lack_goes_through_xla():
         assert (results[0][1]["x"] == 2).all()
 
 
-# Reductions write nothing, so their blocks are larger.
+# Reductions write no leaf, so their blocks are larger.
 
 READS = Job(
     lambda numbers, tag, c: {"sum": c["x"], "max": jnp.abs(c["x"])},
@@ -90,7 +91,7 @@ READ_SIZES += (9000,) * 3
 
 @pytest.mark.parametrize("dtype", [F16, BF16, F32])
 def test_reductions_of_each_leaf(dtype):
-    """And in total; three leaves have one size."""
+    """Checks sums and maxima of each leaf and of all. Three leaves have one size."""
     leaves = [{"x": integers(n, dtype, k)} for k, n in enumerate(READ_SIZES)]
     sums, largest = (
         [f(np.asarray(x["x"], np.float64)) for x in leaves]
@@ -105,11 +106,11 @@ def test_reductions_of_each_leaf(dtype):
         assert totals["sum"] == sum(sums) and totals["max"] == max(largest)
 
 
-# How the work is divided, without running any.
+# The division of the work, without running it.
 
 
 def touched(n, block, vec):
-    """By grid step, its windows as (start, size, vec, seen)."""
+    """Returns the windows of each grid step as (start, size, vec, seen)."""
     steps = max(n // block, 1)
     if n % block == 0:
         return [[(k * block, block, vec, 0)] for k in range(steps)]
@@ -131,12 +132,11 @@ def test_windows_cover_a_leaf_once(n, block, vec):
     for step, windows in enumerate(touched(n, block, vec)):
         for start, size, width, seen in windows:
             assert 0 <= start and start + size <= n
-            # Whole accesses by all threads; 16 or 8 bytes, and so aligned, but for
-            # single elements.
+            # All threads access 16 or 8 aligned bytes, or single elements.
             assert size % (width * launcher.WARPGROUP) == 0
             assert width == 1 or start % width == 0
             counted[start + seen : start + size] += 1
-            # No step touches what another does: steps run in any order.
+            # Steps run in any order, so they must not overlap.
             assert set(owner[start : start + size]) <= {-1, step}
             owner[start : start + size] = step
     assert (counted == 1).all()
@@ -147,18 +147,18 @@ def test_windows_cover_a_leaf_once(n, block, vec):
     st.integers(1, 9),
 )
 @hypothesis.example([768, 2**20] * 150, 5).via("10 launches, 8 of them of two kinds")
-def test_chunks_take_every_leaf_once_and_equal_ones_together(sizes, columns):
+def test_chunks_have_every_leaf_once_and_group_equal_sizes(sizes, columns):
     chunks = launcher.chunks(sizes, columns)
     assert sorted(itertools.chain(*chunks)) == list(range(len(sizes)))
     most = max(map(len, chunks), default=1)
     assert all(chunks) and most * columns <= 160
     assert len(chunks) == math.ceil(len(sizes) / min(64, 160 // columns))
-    # Fewer leaves than one launch per size are left over from launches of one size.
+    # Less than one launch of leaves per size may be in mixed or partial launches.
     mixed = [c for c in chunks if len({sizes[k] for k in c}) > 1 or len(c) < most]
     assert sum(map(len, mixed)) <= len(set(sizes)) * most
 
 
-def test_fits():
+def test_which_leaves_fit_a_kernel():
     def fits(n, dtype):
         return launcher.fits({"x": jax.ShapeDtypeStruct((n,), dtype)})
 

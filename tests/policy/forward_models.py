@@ -1,7 +1,7 @@
-"""Models for the tests of the forward, and the tools that look at how it is written.
+"""Models for the tests of the forward pass, and tools that find dtypes in it.
 
-Each model has one habit that makes Flax fall back to float32 without help. The tools do
-not depend on jamp's internals: they read jaxprs, and see what was rounded.
+Each model has one habit that makes Flax fall back to float32 without jamp. The tools
+read jaxprs and rounding, not jamp's internals.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from tests.support.models import CNN, Transformer
 
 
 class Headed(nn.Module):
-    """A body, and logits that tests keep in float32 by keep_fp32="head"."""
+    """A body, and a head for `keep_fp32="head"`."""
 
     dtype: DTypeLike | None = None
     head_dtype: DTypeLike | None = None
@@ -33,9 +33,9 @@ class Headed(nn.Module):
 
 
 class Witness(nn.Module):
-    """Says how many bytes wide the factors of its product are.
+    """Returns the bytes of its matmul's operands.
 
-    A number next to 1 is rounded to 1 if they are half.
+    Half operands round a number next to 1 to 1.
     """
 
     @nn.compact
@@ -46,7 +46,7 @@ class Witness(nn.Module):
 
 
 class Normed(nn.Module):
-    """BatchNorm on the input itself: what it does can be computed by hand."""
+    """Applies BatchNorm to the input itself, so that tests can compute it by hand."""
 
     dtype: DTypeLike | None = None
 
@@ -64,7 +64,6 @@ IMAGES = normal(2, 6, 6, 3)
 TOKENS = jnp.asarray([[1, 5, 0], [2, 2, 4]])
 SMALL = {"width": 4, "heads": 2, "depth": 1, "length": 3, "vocabulary": 6}
 
-# Each with inputs that it takes.
 CASES = {
     "cnn": (CNN((4, 8), 1), IMAGES),
     "transformer-float32": (Transformer(**SMALL, dtype=jnp.float32), TOKENS),
@@ -73,7 +72,7 @@ CASES = {
 
 
 def fill(shapes: Any) -> Any:
-    """Variables of these shapes, none 0 or 1; no initializer runs, which is fast."""
+    """Draws variables of these shapes, which is faster than initializers."""
     rng = np.random.default_rng(0)
 
     def leaf(s):
@@ -94,7 +93,7 @@ def variables_of(model: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
 def state_of(
     model: nn.Module, *inputs: Any, level: str = "O2", variables=None, **overrides: Any
 ) -> Any:
-    """An AmpState with a small scale: no test here is about overflow."""
+    """Returns an AmpState with a small scale, which does not overflow."""
     variables = variables_of(model, *inputs) if variables is None else variables
     options = {"loss_scale": 8.0, "apply_fn": model.apply} | overrides
     stats = variables.get("batch_stats", {})
@@ -103,13 +102,13 @@ def state_of(
 
 
 def forward(state: Any, *args: Any, apply: Any = None, **kwargs: Any) -> Any:
-    """`state.apply_fn`, or another function, on the variables of the state."""
+    """Calls `state.apply_fn` or another function on the variables of the state."""
     variables = {"params": state.params, "batch_stats": state.batch_stats}
     return (apply or state.apply_fn)(variables, *args, **kwargs)
 
 
 def loss_of(state: Any, *inputs: Any, apply: Any = None) -> Callable[..., Any]:
-    """`params -> (loss, (outputs, statistics))`, by the state or by `model.apply`."""
+    """Returns a function `params -> (loss, (outputs, statistics))`."""
 
     def loss_fn(params):
         options = {"apply": apply, "mutable": ["batch_stats"]}
@@ -125,17 +124,17 @@ def mean_square(out: Any) -> Any:
 
 
 def under_policy(state: Any, fn: Callable[[], Any]) -> Any:
-    """What `fn` returns when a loss under the state's policy calls it."""
+    """Returns the result of `fn` inside a loss under the state's policy."""
 
     def loss_fn(params):
-        some = jax.tree.leaves(params)[0].astype(jnp.float32)  # or it warns
+        some = jax.tree.leaves(params)[0].astype(jnp.float32)  # avoids a warning
         return some.sum(), fn()
 
     return jamp.scaled_value_and_grad(loss_fn, has_aux=True)(state)[0][1]
 
 
 def products(fn: Callable[..., Any], *args: Any) -> list[str]:
-    """What each dot and convolution of `fn` multiplies: "float16,float16"."""
+    """Returns the operand dtypes of each matmul of `fn`, such as "float16,float16"."""
     return [f"{p.lhs},{p.rhs}" for p in programs.products(fn, *args)]
 
 

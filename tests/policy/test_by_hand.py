@@ -1,4 +1,4 @@
-"""A step of jamp computes, bit for bit, what the same step written by hand computes."""
+"""Test that O2 follows the same training written by hand."""
 
 from typing import Any
 
@@ -14,12 +14,12 @@ from tests.support.bits import assert_same_bits
 from tests.support.by_jamp import amp_init, amp_step
 from tests.support.states import with_scales
 
-# optax, and a model with `dtype=`, promote; as in the programs that users write.
+# optax and models with `dtype=` promote, as in users' programs.
 pytestmark = pytest.mark.standard_promotion
 
 TX = optax.adam(1e-2)
 STEPS = 8
-# Otherwise LLVM contracts a * b + c here and not there, which rounds once less.
+# Otherwise, LLVM contracts a * b + c in one program only, which saves a rounding.
 EXACT = {"xla_backend_optimization_level": 0}
 MODEL = models.CNN(features=(8,), depth=1)
 
@@ -44,7 +44,7 @@ def train(step: Any, state: Any, data: Any) -> tuple[Any, list[float]]:
 def test_o2_is_o2_by_hand():
     variables, state, data = setup("O2")
     mixed = by_hand.mixed_init(variables, TX, jnp.float16)
-    # More than the gradients bear: the first steps are skipped.
+    # This scale overflows, so the first steps are skipped.
     state = with_scales(state, 2.0**21)
     mixed = mixed._replace(scale=state.loss_scale)
 
@@ -52,13 +52,13 @@ def test_o2_is_o2_by_hand():
     mixed, expected = train(step, mixed, data)
     state, losses = train(amp_step, state, data)
     assert 0 < mixed.skipped_steps < STEPS
-    # Chains of elementwise operations are rounded once here, and by hand at each.
+    # jamp rounds a chain of elementwise operations once, the hand-written step often.
     np.testing.assert_allclose(losses, expected, rtol=2e-3)
     half, masters = state.params, jamp.master_params(state)
     assert_same_bits(half, jax.tree.map(lambda m, p: m.astype(p.dtype), masters, half))
     pairs = (masters, mixed.masters), (state.batch_stats, mixed.batch_stats)
     for ours, theirs in pairs:
-        # Adam makes whole steps of rounding errors: compare the trees as a whole.
+        # Adam turns rounding errors into whole steps, so compare whole trees.
         far = jax.tree.map(jnp.subtract, ours, theirs)
         assert optax.tree.norm(far) <= 0.05 * optax.tree.norm(theirs)
     assert_same_bits(state.loss_scale, mixed.scale)

@@ -1,5 +1,4 @@
-"""Every way to call a model under a policy, a Linen one or a function of any framework:
-methods, containers, collections. Inputs go half, outputs come back in float32."""
+"""Test calls of a model under a policy: inputs, outputs, collections, containers."""
 
 import pickle
 from typing import Any, NamedTuple
@@ -43,7 +42,7 @@ OTHERS = {
     "arrays": [TOKENS, np.arange(3, dtype=np.uint8), jnp.asarray([True, False])],
     "complex": (jnp.asarray([1 + 2j]), None),
     "keys": Point(jax.random.key(3), jax.random.PRNGKey(3)),
-    # Numbers can still be branched on: rates of stochastic depth from np.linspace.
+    # Programs can branch on numbers, such as rates of stochastic depth.
     "python": [0.1, 3, True, "mean", jnp.tanh, np.float64(0.1), np.float32(0.1)],
 }
 
@@ -63,9 +62,9 @@ def test_every_float_array_is_float32_inside_and_nothing_else_is_touched(level):
         assert jax.tree.structure(got) == jax.tree.structure(given)
         assert set(dtypes(got["floats"])) == {"float32"}
         pairs = zip(*map(jax.tree.leaves, (got["others"], OTHERS)), strict=True)
-        if got is not out:  # where NumPy's numbers are arrays
+        if got is not out:  # the results have arrays for NumPy's scalars
             assert all(x is y or x.dtype == y.dtype for x, y in pairs)
-    # What no operation in half reads keeps its digits.
+    # A value that no half operation reads keeps its digits.
     expected = jax.tree.map(lambda x: np.asarray(x).astype(np.float32), FLOATS)
     assert_same_bits(out["floats"], expected)
 
@@ -74,7 +73,6 @@ def test_every_float_array_is_float32_inside_and_nothing_else_is_touched(level):
 
 
 def plain(params, x):
-    """Module level, so that it can be pickled."""
     return jnp.tanh(x @ params["w"])
 
 
@@ -91,19 +89,19 @@ def test_updated_collections_are_not_cast():
         assert out.dtype == jnp.float32
         assert_same_bits(new["cache"], half)
         assert seen[-1] == (jax.tree.structure(variables), mutable)
-    # Else a tuple is an output like any other.
+    # Without `mutable`, a tuple is an ordinary output.
     for kwargs in ({}, {"mutable": False}):
         assert dtypes(fn(variables, X, **kwargs)) == ["float32"] * 2
 
 
-def test_a_state_without_a_forward_says_what_to_pass():
+def test_a_state_without_apply_fn_says_what_to_pass():
     state = jamp.initialize({"w": X}, None, "O2", verbosity=0)
     with pytest.raises(TypeError, match="no forward: pass `apply_fn=model.apply`"):
         state.apply_fn({"params": state.params}, X)
 
 
 def test_equal_wrappers_are_one_static_argument():
-    # TrainState keeps apply_fn as static data: a second hash would retrace every step.
+    # TrainState has apply_fn as static data, so an unequal one would retrace each step.
     first, second = jamp.cast_forward(plain, O2), jamp.cast_forward(plain, O2)
     assert first == second and hash(first) == hash(second)
     assert first != jamp.cast_forward(plain, O5)

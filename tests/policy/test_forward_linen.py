@@ -1,4 +1,4 @@
-"""Inside a Linen model at O2, O3 and O5: what is computed in half, and how well."""
+"""Test the dtypes and the accuracy of Linen models at O2, O3 and O5."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ X = normal(5, 6)
 
 
 def gradient(x, apply=None):
-    """Returns a function of a state: loss, outputs and statistics, and gradients."""
+    """Returns a function from a state to loss, outputs, statistics and gradients."""
     return lambda state: jamp.scaled_value_and_grad(
         loss_of(state, x, apply=apply), has_aux=True
     )(state)
@@ -58,7 +58,7 @@ def test_every_product_of_a_model_is_half_and_none_is_missing(name):
         assert set(dtypes(out)) == {"float32"} and set(dtypes(stats)) <= {"float32"}
         assert set(dtypes(grads)) == {"float32"}
         if level == "O2":
-            # state.apply_fn inside of a loss is not written in half a second time.
+            # state.apply_fn inside a loss is not cast a second time.
             again = programs.products(gradient(x), state)
             assert [{p.lhs, p.rhs} for p in again] == found
 
@@ -73,7 +73,7 @@ def test_o0_adds_nothing_to_a_float32_model(name):
         for apply in (state.apply_fn, model.apply)
     )
     assert str(ours) == str(plain)
-    # A loss under the policy that calls the model itself is the same program, too.
+    # A loss that calls the model itself is also the same program.
     off = state_of(model, level="O0", variables=variables, cast_model_type=False)
     trace = jax.make_jaxpr(gradient(x, model.apply))
     assert str(trace(state)) == str(trace(off))
@@ -83,7 +83,7 @@ def test_o0_adds_nothing_to_a_float32_model(name):
     "level, dtype", [("O2", None), ("O2", jnp.float32), ("O3", None), ("O5", None)]
 )
 def test_batchnorm(level, dtype):
-    # It computes in float32, on its input with all digits, and what follows in half.
+    # BatchNorm reads and computes float32. The next layer runs in half.
     model, x = Normed(dtype), normal(64, 4) + 1
     state, half = state_of(model, x, level=level), np.dtype(HALF[level])
     assert set(products(lambda s: forward(s, x, train=False), state)) == {
@@ -105,7 +105,7 @@ def test_batchnorm(level, dtype):
     y *= np.float64(norm["scale"]) / np.sqrt(np.float64(before["var"]) + 1e-5)
     y += np.float64(norm["bias"])
     expected = y @ np.float64(dense["kernel"]) + np.float64(dense["bias"])
-    # y, four products with their partial sums, the sum and the bias are rounded.
+    # y, four terms with their partial sums, the sum and the bias are rounded.
     size = np.abs(y) @ np.abs(np.float64(dense["kernel"])) + np.abs(expected) + 1
     assert np.all(np.abs(out - expected) <= 8 * UNIT_ROUNDOFF[half.name] * size)
 
@@ -118,15 +118,13 @@ BLOCK = "MultiHeadDotProductAttention"
     [
         (Headed(), X, "head", "half float"),
         (Headed(head_dtype=jnp.float32), X, "head", "half float"),
-        # A kept bias does not pull its product up.
+        # A kept bias does not widen its matmul.
         (Headed(), X, "bias$", "half half"),
-        # Query, key, value, scores, mixture, out; then two of the MLP, and the logits.
+        # Query, key, value, scores, mixture and out are kept, unlike MLP and logits.
         (Transformer(**SMALL), TOKENS, BLOCK, "float " * 6 + "half half half"),
     ],
 )
-def test_products_of_what_is_kept_are_float32_and_no_others(
-    model, x, keep_fp32, expected
-):
+def test_only_matmuls_of_kept_params_are_float32(model, x, keep_fp32, expected):
     state = state_of(model, x, keep_fp32=keep_fp32)
     found = products(gradient(x, model.apply), state)
     forwards = products(lambda s: forward(s, x), state)
@@ -135,7 +133,7 @@ def test_products_of_what_is_kept_are_float32_and_no_others(
     assert set(found) == set(forwards)
 
 
-def test_a_kept_head_with_a_half_dtype_of_its_own_warns():
+def test_a_kept_head_with_a_half_dtype_warns():
     state = state_of(Headed(head_dtype=jnp.float16), X, keep_fp32="head")
     with pytest.warns(jamp.PrecisionWarning, match="keep_fp32 keeps .* 'Headed/head'"):
         found = products(lambda s: forward(s, X), state)

@@ -1,4 +1,4 @@
-"""Where the forward patch applies, and where it does not: scopes, caches, threads."""
+"""Test the scope of a policy: other models, nesting, exceptions, threads, options."""
 
 import threading
 
@@ -32,7 +32,7 @@ WITNESS = Witness()
 
 @pytest.fixture(scope="module")
 def state():
-    """That of a witness, which tells 2 under the patch and 4 outside."""
+    """Returns a state of a Witness, which returns 2 under the policy and 4 outside."""
     return state_of(WITNESS, X)
 
 
@@ -45,15 +45,15 @@ def width_inside(state, apply=WITNESS.apply):
 
 
 def test_a_float32_teacher_stays_float32(state):
-    # Distillation: its inputs are not rounded, nor is what it computes.
+    # In distillation, neither the teacher's inputs nor its results are rounded.
     teacher = CNN((4,), 1, dtype=jnp.float32)
     variables = variables_of(teacher, IMAGES)
-    # The same module object as the student's, with an average of its params for one.
+    # The teacher may be the student's module with other params, such as an average.
     copy = {"params": jamp.master_params(state)}
     for fn in (
         lambda: teacher.apply(variables, IMAGES, train=False),
         lambda: WITNESS.apply(copy, X),
-        # Initialization runs in float32, too.
+        # Initialization also runs in float32.
         lambda: Normed(jnp.float32).init_with_output(jax.random.key(1), X),
     ):
         assert_rounded_alike(under_policy(state, fn), fn())
@@ -124,7 +124,7 @@ def test_threads_do_not_see_each_others_patch(state):
 @pytest.mark.parametrize(
     "level, options",
     [(level, {"cast_model_type": False}) for level in ("O0", "O2")]
-    # apex: patch_torch_functions=False turns O1 into fp32 training.
+    # apex's patch_torch_functions=False turns O1 into float32 training.
     + [(level, {"patch_functions": False}) for level in ("O1", "O4")]
     + [("O2", {"enabled": False})],
 )
@@ -138,14 +138,14 @@ def test_options_that_leave_the_forward_alone(level, options):
 
 
 def test_o0_takes_and_gives_float32():
-    # A model of the user's own in half still does: apex casts both ways at O0.
+    # apex casts inputs and outputs at O0. The model may still run in half.
     model = Headed(dtype=jnp.float16, head_dtype=jnp.float16)
     state, half = state_of(model, X, level="O0"), X.astype(jnp.float16)
     assert set(dtypes(state.params)) == {"float32"}
     assert forward(state, half).dtype == jnp.float32
     assert forward(state, half, apply=model.apply).dtype == jnp.float16
     found = products(lambda s: forward(s, X), state)
-    assert found == ["float16,float16"] * 2  # dtype=float16 is the user's wish
+    assert found == ["float16,float16"] * 2  # the user set dtype=float16
 
 
 @pytest.mark.parametrize("cast_model_type", [None, False])

@@ -1,5 +1,4 @@
-"""Programs that others wrote, at O2 and O5: their own float32 does not pull them out of
-half, and what needs float32 has it."""
+"""Test users' programs at O2 and O5: float32 values do not widen their matmuls."""
 
 import functools
 
@@ -30,7 +29,7 @@ def weights(*names, width=WIDTH):
     return {name: x / width**0.5 for name, x in shapes.items()}
 
 
-# Raw code with one float32 value each: ways to write the scores of an attention.
+# Ways to write attention scores, each with one float32 value.
 SCORES = {
     "numpy sqrt": lambda q, k, p: q @ k.mT / np.sqrt(WIDTH),
     "numpy scale": lambda q, k, p: q @ k.mT * np.float32(WIDTH**-0.5),
@@ -76,12 +75,12 @@ def test_the_loss_around_a_model_and_a_teacher_stay_float32():
     state = make("O5", params, SGD, apply_fn=mlp)
 
     def loss_fn(half, x):
-        z = state.apply_fn(half, x)  # three products
+        z = state.apply_fn(half, x)  # three matmuls
         teacher = mlp(params, z)
         return jnp.square(z @ z.T).mean() + jnp.square(teacher).mean()
 
     found = products(jamp.scaled_grad(loss_fn), state, X[0])
-    # Forward and back: z @ z.T and its two, three layers of the teacher and theirs.
+    # z @ z.T has three matmuls with its gradients, and the teacher's layers six.
     assert found.count("float32,float32") == 3 + 3 + 3
     assert found.count("bfloat16,bfloat16") == 3 + 5
     assert len(found) == 9 + 8
@@ -100,7 +99,7 @@ def in_custom_vjp(body, params, x):
 
 
 @pytest.mark.parametrize("where", [in_shard_map, in_custom_vjp])
-def test_kept_and_half_params_side_by_side_in_what_holds_programs(where):
+def test_kept_and_half_params_inside_calls(where):
     def body(params, x):
         x = x @ params["half"]
         return x @ params["kept"] if "kept" in params else x
@@ -112,7 +111,7 @@ def test_kept_and_half_params_side_by_side_in_what_holds_programs(where):
 
 
 @pytest.mark.parametrize("level, promote", [("O2", "widest"), ("O5", None)])
-def test_promote_and_lists_say_what_runs_in_half(level, promote):
+def test_promote_and_lists_select_what_runs_in_half(level, promote):
     def stream(params, x):
         return x + x @ params["w"]
 
@@ -129,7 +128,7 @@ def test_promote_and_lists_say_what_runs_in_half(level, promote):
 
 
 def test_nnx_attention_runs_at_o2_on_the_cpu():
-    # In half, JAX asks the CPU for a product that it does not have.
+    # JAX chooses a half matmul here that the CPU does not have.
     attention = nnx.MultiHeadAttention(2, WIDTH, decode=False, rngs=nnx.Rngs(0))
     model, optimizer = jamp.nnx.initialize(attention, optax.sgd(0.1), "O2", verbosity=0)
     loss_fn = lambda model, x: jnp.square(model(x)).mean()  # noqa: E731
@@ -160,5 +159,6 @@ def test_a_norm_is_rounded_once(norm, level):
     found = jax.jit(state.apply_fn)({"params": state.params}, x)
     own = {"params": state.params["norm"]}
     expected = norm(dtype=half).apply(own, x)
-    # Sums of another order may change a last digit; rounded twice, a third of them is.
+    # Another order of sums changes few last digits. A second rounding would change a
+    # third of them.
     assert (found.astype(half) == expected).mean() > 0.99

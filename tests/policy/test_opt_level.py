@@ -1,4 +1,4 @@
-"""Opt levels: the properties of each, what may override them, which leaves go half."""
+"""Test opt levels: properties, overrides, and which leaves become half."""
 
 import dataclasses
 import pickle
@@ -38,7 +38,7 @@ def properties(level, **overrides):
 
 
 def complaints(level, **overrides):
-    """One line for each."""
+    """Returns one line per complaint."""
     with pytest.raises(jamp.OptLevelError) as caught:
         properties(level, **overrides)
     return str(caught.value).splitlines()
@@ -71,7 +71,7 @@ def test_defaults_of_each_level(level):
     assert properties(level, **nothing) == properties(level)
 
 
-# The table at the end of apex_semantics 1.3, with O4 as O1 and O5 as O2; then ours.
+# apex's options, from the table at the end of apex_semantics 1.3, and jamp's own.
 ACCEPTED = [
     ("cast_model_type", jnp.float16, F16, CASTING),
     ("cast_model_type", np.dtype("float32"), F32, LEVELS[:-1]),
@@ -128,7 +128,7 @@ REFUSED = {
         "must be a boolean, the string 'True' or 'False', or None",
         ["true", "yes", "", 2, 0.5, []],
     ),
-    # Strings here would read backwards: bool("False") is True.
+    # bool("False") is True, so strings are refused.
     "master_weights": ("must be a boolean or None", ["True", "False"]),
     "loss_scale": (
         "must be 'dynamic', a positive finite number of at most 2**126",
@@ -166,7 +166,7 @@ def test_all_complaints_are_made_at_once_and_no_others():
 
 
 @pytest.mark.parametrize("bad", ["O7", "02", 2, "", None, "bf16", np.float16], ids=str)
-def test_an_unknown_level_is_refused_and_all_levels_are_explained(bad):
+def test_an_unknown_level_is_refused_with_a_list_of_all(bad):
     (line,) = complaints(bad)
     assert line.startswith(f"Unexpected optimization level {bad!r}")
     assert all(level in line for level in LEVELS)
@@ -217,7 +217,7 @@ def is_dense_kernel(path, leaf):
 
 
 def in_float32(tree, kept=""):
-    """The paths of float32 leaves, at or below those that `kept` names."""
+    """Returns the paths of float32 leaves at or below the paths in `kept`."""
     below = tuple(f"{path}/" for path in kept.split()) if kept else ""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     paths = {
@@ -238,7 +238,7 @@ EMA = {"average": ones(2), "hidden": ones(2)}
 HAIKU_STATE = {"net/norm1/~/mean_ema": EMA, "net/norm1/~/var_ema": EMA}
 HAIKU_STATE |= {"net/norm2/~/mean_ema": EMA}  # no variance
 KEEP = {"keep_batchnorm_fp32": True}
-# A tree, options, and what stays in float32.
+# A tree, options, and the paths that stay float32.
 ROWS = [
     (NETWORK, KEEP, NETWORK_KEPT),
     (VARIABLES, KEEP, VARIABLES_KEPT),
@@ -246,7 +246,7 @@ ROWS = [
     ({"params": NETWORK}, KEEP | {"batch_stats": {}}, ""),
     ({"m": dict.fromkeys(BATCHNORMS.split(), NORM)}, KEEP, "m"),
     ({"m": dict.fromkeys(OTHERS.split(), NORM)}, KEEP, ""),
-    # A BatchNorm of any name has a mean and a variance; its parent does not.
+    # A BatchNorm of any name has a mean and a variance, unlike its parent.
     (IN_ENCODER, KEEP | {"batch_stats": ENCODER_STATS}, "encoder/whitening"),
     ({"params": NORM, "batch_stats": STATS}, KEEP, "params batch_stats"),
     (HAIKU, KEEP | {"batch_stats": HAIKU_STATE}, "net/norm1"),
@@ -271,13 +271,13 @@ def test_what_is_not_kept_goes_half(row):
     assert in_float32(out) == (in_float32(tree, kept) if kept else set())
     names = {str(x.dtype) for x in jax.tree.leaves(out)}
     assert names <= {"float32", jnp.dtype(half).name}
-    # Tracing, and casting again, give the same.
+    # Tracing and a second cast give the same result.
     abstract = jax.eval_shape(lambda: jamp.cast_model(tree, half, **options))
     assert jax.eval_shape(lambda: out) == abstract
     assert_same_bits(jamp.cast_model(out, half, **options), out)
 
 
-def test_a_batchnorm_of_equinox_is_known_by_its_class():
+def test_an_equinox_batchnorm_is_recognized_by_its_class():
     eqx = pytest.importorskip("equinox")  # absent in `make dist`
     norm = eqx.nn.BatchNorm(2, "batch", mode="batch")
     layer = eqx.nn.Linear(2, 2, key=jax.random.key(0))
@@ -305,7 +305,7 @@ REFUSED_CASTS = [
     (jnp.int32, None, "found dtype=.*int32"),
     ("float64", None, "^dtype must be .*float16, bfloat16, found dtype='float64'"),
     (False, None, "bfloat16, found dtype=False"),
-    # With the paths that there are to match.
+    # The error lists the paths.
     ("float16", ["head", re.compile("haed")], "haed.*head/bias, "),
     ("float16", "(head", r"keep_fp32='\(head' is not a regex"),
     ("float16", 3, "keep_fp32 must be a regex.*found 3"),
@@ -313,7 +313,7 @@ REFUSED_CASTS = [
 
 
 @pytest.mark.parametrize("dtype, keep_fp32, words", REFUSED_CASTS)
-def test_a_cast_that_means_nothing_is_refused(dtype, keep_fp32, words):
+def test_bad_casts_are_refused(dtype, keep_fp32, words):
     error = TypeError if "found 3" in words else ValueError
     with pytest.raises(error, match=words):
         jamp.cast_model({"params": {"head": DENSE}}, dtype, keep_fp32=keep_fp32)

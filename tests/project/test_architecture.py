@@ -1,4 +1,4 @@
-"""The architecture, as a test: rooms import from below, and files make no cycle."""
+"""Test the architecture: packages import only from layers below, without cycles."""
 
 import ast
 import graphlib
@@ -11,7 +11,7 @@ from tests.support.pages import ROOT
 
 PACKAGES = ("pallas_kernels", "jamp")
 
-# The ground first. A room covers the files inside of it.
+# The lowest layer first. A package includes all files inside it.
 LAYERS = (
     ("pallas_kernels",),
     ("jamp._core",),
@@ -27,7 +27,7 @@ LAYERS = (
 )
 # A lazy attribute of `jamp`, because a program without NNX should not load it.
 LATE = {("jamp", "jamp.nnx")}
-# What JAX documents nowhere, and the files that may ask for it all the same.
+# Undocumented parts of JAX, and the files that may use them.
 UNDOCUMENTED = (
     "jax._src aval.mat strip_weak_type manual_axis_type source_info with_consts remat2 "
     "remat_opt DropVar ad_util call_wrapped jvp_jaxpr_fun fwd_jaxpr_thunk fwd_jaxpr "
@@ -70,7 +70,7 @@ def room_of(module):
 
 
 def imports(module):
-    """Yields the modules that a file imports, inside of functions too, except LATE."""
+    """Yields the modules that a file imports, also inside functions, except LATE."""
     for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -84,21 +84,22 @@ def imports(module):
 
 
 def graph():
-    """Which of our files each of our files imports."""
+    """Returns the modules of jamp that each module imports."""
+
     return {
         module: [name for name in imports(module) if name in MODULES]
         for module in MODULES
     }
 
 
-def test_the_root_shows_the_ideas_and_nothing_else():
+def test_the_root_has_only_the_packages():
     paths = set((ROOT / "jamp").iterdir()) - {ROOT / "jamp" / "__pycache__"}
     found = {path.name.removesuffix(".py") for path in paths}
     assert found == ENTRIES | {"__init__", "py.typed"}
     assert len(found) <= 16
 
 
-def test_rooms_import_only_from_rooms_below():
+def test_packages_import_only_from_layers_below():
     assert len(LAYERS) <= 11
     for module, targets in graph().items():
         here = room_of(module)
@@ -109,25 +110,24 @@ def test_rooms_import_only_from_rooms_below():
             )
 
 
-def test_files_make_no_cycle():
+def test_imports_make_no_cycle():
     tuple(graphlib.TopologicalSorter(graph()).static_order())
 
 
-def test_a_file_is_one_idea():
+def test_files_are_short_and_have_a_docstring():
     for module, path in MODULES.items():
         source = path.read_text()
         assert len(source.splitlines()) <= 400, module
         assert ast.get_docstring(ast.parse(source)), f"{module}: what is the idea?"
 
 
-def test_what_jax_does_not_document_is_in_one_file():
+def test_undocumented_parts_of_jax_are_in_few_files():
     for module in MODULES.keys() - INTERNALS:
         source = MODULES[module].read_text()
         assert [name for name in UNDOCUMENTED if name in source] == [], module
 
 
-def test_pallas_is_behind_a_fence():
-    """One folder imports it, and one function that folder."""
+def test_only_one_function_imports_the_pallas_folder():
     fence, gates = "pallas_kernels.mosaic", []
     for module in [m for m in MODULES if not m.startswith(fence)]:
         assert "experimental.pallas" not in MODULES[module].read_text(), module
@@ -147,10 +147,10 @@ def test_help_lists_the_public_functions():
     assert set(jamp.__all__) == wanted
     text = pydoc.plain(pydoc.render_doc(jamp))
     listed = text.partition("\nFUNCTIONS")[2]
-    for name in filter(str.islower, wanted):  # classes have their own part
+    for name in filter(str.islower, wanted):  # classes are in another section
         assert f"\n    {name}(" in listed, name
 
 
-def test_public_names_and_their_parameters_are_those_on_file():
+def test_public_names_and_parameters_match_the_file():
     on_file = (ROOT / "tests" / "public_surface.txt").read_text().splitlines()
     assert list(surface.lines()) == on_file, "python -m tests.surface writes the file"

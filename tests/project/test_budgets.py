@@ -73,11 +73,11 @@ def test_o0_adds_no_traffic_and_two_scalar_kernels():
     assert amp.temp <= 1.02 * plain.temp
 
 
-def test_o2_costs_what_it_costs_by_hand():
+def test_o2_costs_the_same_as_by_hand():
     amp, mixed = amp_program("O2"), mixed_program()
     assert amp.traffic <= 1.01 * mixed.traffic
-    # The head of so small a model keeps half of its float32 logits, 0.5 MB. If it did
-    # not, a head of 50,257 words would need 1.6 times the memory.
+    # The head of a small model keeps 0.5 MB of float32 logits. Without this rule, a
+    # head of 50,257 words would need 1.6 times the memory.
     assert amp.temp <= 1.08 * mixed.temp
     assert amp.kernels <= mixed.kernels
     assert factors(amp) == factors(mixed) == {"f16"}
@@ -99,7 +99,7 @@ def loss_fn(model, x, y):
     return losses.mean()
 
 
-def test_a_step_of_nnx_costs_what_one_of_linen_costs():
+def test_an_nnx_step_costs_the_same_as_a_linen_step():
     rngs = nnx.Rngs(0)
     first, last = (nnx.Linear(WIDE, WIDE, rngs=rngs) for _ in range(2))
     model = nnx.Sequential(first, nnx.BatchNorm(WIDE, rngs=rngs), nnx.relu, last)

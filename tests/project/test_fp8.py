@@ -1,4 +1,4 @@
-"""Compiled for an H200, products chosen for fp8 are cuBLAS's, and weights cross so."""
+"""Test fp8 compiled for an H200: matmuls run in cuBLAS, and weights travel in fp8."""
 
 import collections
 import functools
@@ -20,7 +20,7 @@ from tests.support.programs import product_runs
 
 pytestmark = [pytest.mark.h200, pytest.mark.standard_promotion]
 
-# Triton would have them as fusions of any kind, and be chosen by time on a GPU.
+# XLA would choose between cuBLAS and Triton by time on a GPU.
 CUBLAS = CHEAP | {"xla_gpu_enable_triton_gemm": False}
 WIDTH, LAYERS, TOKENS, FP8 = 256, 2, (4, 128), jamp.Fp8(smallest=1)
 TX = optax.sgd(0.1)
@@ -31,7 +31,7 @@ def shape(*sizes):
 
 
 def transformer():
-    """Kernels of three axes and more; XLA would join products of q, k and v."""
+    """Returns shapes of kernels with up to four axes. XLA would merge q, k and v."""
     layer = {
         "qkv": shape(WIDTH, 3, 4, WIDTH // 4),
         "out": shape(4, WIDTH // 4, WIDTH),
@@ -76,7 +76,7 @@ def compiled(target=h200.H200, step=step, state=None, rows=TOKENS):
 
 
 def calls(program):
-    """Products of cuBLAS: of those in fp8, whether their scale is given to them."""
+    """Counts cuBLAS's matmuls. fp8 ones may take their scale as an operand."""
     found = collections.Counter()
     for i in program.entry.values():
         target = i.attribute(r'custom_call_target="([^"]+)"')
@@ -88,25 +88,25 @@ def calls(program):
 
 
 @pytest.mark.parametrize("target", ["H200", "B200"])
-def test_all_that_are_chosen_are_products_of_cublas(target):
+def test_chosen_matmuls_run_in_cublas(target):
     found = calls(compiled(getattr(h200, target)))
-    chosen = 4 * LAYERS  # qkv, out, up, down; each with two gradients
+    chosen = 4 * LAYERS  # qkv, out, up and down
     scaled, unscaled = (found["__cublas$lt$matmul$f8", x] for x in (True, False))
     # XLA may leave the scale of a weight's gradient to the step that reads it.
     assert scaled + unscaled == 3 * chosen and scaled >= 2 * chosen
 
 
 FIVE = ("gpt2", "gpt2-scan", "llama", "vit", "bert")
-# A minute each: by `make budgets`. CI has a small one.
+# Each takes a minute in `make budgets`. CI compiles a small model.
 CASES = [("small", "H200")]
 CASES += more("BUDGETS", itertools.product(FIVE, ("H200", "B200")))
 SMALL = lean.text(GPT2(2, width=384, scan=True), 4, 128)
-# XLA would make one product of those that share an operand.
+# XLA would merge matmuls that share an operand.
 SINGLE = CUBLAS | {"xla_gpu_dot_merger_threshold_mb": 0}
 
 
 @pytest.mark.parametrize(("name", "target"), CASES)
-def test_what_is_written_in_fp8_runs_so_in_linen_models(name, target):
+def test_linen_models_run_the_fp8_matmuls_of_their_jaxpr(name, target):
     case = SMALL if name == "small" else lean.CASES[name]
     key = jax.eval_shape(jax.random.key, 0)
     rngs = {"params": key, "dropout": key}
@@ -120,7 +120,7 @@ def test_what_is_written_in_fp8_runs_so_in_linen_models(name, target):
     run = Program(lowered.compile(compiler_options=SINGLE).as_text(), 0).products
     names = {"bf16": "bfloat16"} | {f"f8{x}": f"float8_{x}" for x in ("e4m3fn", "e5m2")}
     assert written == {tuple(names[x] for x in pair): n for pair, n in run.items()}
-    # Both gradients of each, and with remat some forward again.
+    # Each has two gradients. Remat repeats some forward.
     backward = written["float8_e5m2", "float8_e4m3fn"]
     forward = written["float8_e4m3fn", "float8_e4m3fn"]
     assert 0 < forward <= backward <= 2 * forward
@@ -132,7 +132,7 @@ def loss_of(params, x):
 
 
 @pytest.mark.parametrize("wrap, again", [(lambda f: f, 0), (jax.checkpoint, 1)])
-def test_what_micro_batches_share_is_quantized_before_their_loop(wrap, again):
+def test_a_shared_weight_is_quantized_before_the_loop(wrap, again):
     trips, rows = 3, 512
     params = {"one": shape()} | {name: shape(WIDTH, WIDTH) for name in ("w", "v")}
 
@@ -157,7 +157,7 @@ def test_what_micro_batches_share_is_quantized_before_their_loop(wrap, again):
 
 
 def sent(level, fp8):
-    """Bytes of collectives over eight devices, by kind and dtype: weights in parts."""
+    """Returns the bytes of collectives by kind and dtype, with sharded weights."""
     mesh = h200.make_mesh(8)
 
     def placed(x):
@@ -176,7 +176,7 @@ def sent(level, fp8):
     return Program(program.as_text(), 0).collectives
 
 
-def test_weights_in_parts_cross_in_fp8():
+def test_sharded_weights_are_gathered_in_fp8():
     half, fp8 = sent("O5", None), sent("O6", FP8)
     gathered = [
         sum(n for (kind, _), n in found.items() if kind == "all-gather")

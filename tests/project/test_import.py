@@ -17,7 +17,7 @@ LATE = (
 )
 
 
-def test_a_step_loads_neither_pallas_nor_rooms_that_it_does_not_use():
+def test_a_step_loads_neither_pallas_nor_unused_packages():
     imported, stepped, used = json.loads(subprocesses.run("tests.project.test_import"))
     assert imported == stepped == []
     assert used == list(LATE)

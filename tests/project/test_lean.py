@@ -1,10 +1,8 @@
-"""Autocast and O2 to O5 are as lean as models written in half: 15 architectures.
+"""Test that steps move few more bytes than models written in half, on 15 architectures.
 
-O6 is little more than O5, of five of them. `fused_adam` is as lean as `optax.adam`.
-
-`benchmarks.lean` says what is compared, and prints it; here are the bounds. In a run of
-the suite two architectures are a sample, for each takes 20 seconds; `make budgets`
-compiles them all, and `make tpu` compiles ten for a TPU v5e, in a quarter of an hour.
+`benchmarks.lean` documents and prints the comparison. These tests have the bounds. The
+suite compiles two models, because each takes 20 seconds. `make budgets` compiles all,
+and `make tpu` ten for a TPU v5e.
 """
 
 from typing import NamedTuple
@@ -35,13 +33,13 @@ BOUNDS = {
     "O6": Bound(1.10, 1.02, 2.2),
     **dict.fromkeys(lean.FUSED, Bound(1.003, 1.003, 1.0)),
 }
-# Exceptions with reasons; the measured values are at the end.
+# Exceptions with reasons. Comments at the end have the measured values.
 EXCEPTIONS = {
     # The class token is float32, so torch's rules make the stream float32.
     ("vit", "widest"): Bound(1.15, 1.15),
-    # The model's first carry is float32, so the stack is float32: 1.73.
+    # The model's first carry is float32, so the stack is float32 (1.73).
     ("lstm", "widest"): Bound(1.05, 1.75),
-    # Less, because the model by hand scatters into float32 logits.
+    # The hand-written model scatters into float32 logits.
     ("words", "widest"): Bound(0.66, 0.44),  # 0.649 and 0.429
     ("words", "narrowest"): Bound(0.65, 0.44),  # 0.636 and 0.421
     ("words", "O5"): Bound(0.63, 0.39),  # 0.614 and 0.372
@@ -59,7 +57,7 @@ EXCEPTIONS_ON_TPU = {
     # The class token is float32, so the stream is float32.
     ("vit", "widest"): Bound(1.03, 1.12),  # 1.015 and 1.110
     ("llama", "widest"): Bound(1.10, 1.14),  # 1.089 and 1.128
-    # Fewer live bytes than by hand, which XLA packs less tightly: 1.031.
+    # The live bytes are fewer than by hand, but XLA packs them less tightly (1.031).
     ("llama", "O5"): Bound(1.02, 1.04),
     ("gpt2-wide", "widest"): Bound(1.15, 1.06),  # 1.137 and 1.046
     ("vit-plain", "widest"): Bound(1.15, 1.26),  # 1.135 and 1.241
@@ -70,7 +68,7 @@ EXCEPTIONS_ON_TPU = {
     ("bert-sure", "widest"): Bound(1.15, 1.31),  # 1.138 and 1.294
     ("bert-sure", "narrowest"): Bound(1.18, 1.15),  # 1.167 and 1.133
     ("bert-sure", "O5"): Bound(1.13, 1.16),  # 1.121 and 1.143
-    # It also stores the float32 scores before a dropout of attention weights.
+    # XLA also stores the float32 scores before a dropout of attention weights.
     ("bert-heads", "widest"): Bound(1.12, 1.58),  # 1.106 and 1.569
     ("bert-heads", "narrowest"): Bound(1.12, 1.40),  # 1.102 and 1.388
     ("bert-heads", "O5"): Bound(1.10, 1.40),  # 1.083 and 1.379
@@ -114,7 +112,7 @@ def test_a_step_is_as_lean_on_a_tpu(name, mode):
     assert_lean(name, mode, bound, on_tpu=True)
 
 
-# Tracing and lowering, in Python calls, which do not vary.
+# Tracing and lowering, measured in Python calls, whose number does not vary.
 
 
 def calls(name: str, mode: str) -> int:

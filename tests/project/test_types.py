@@ -1,4 +1,4 @@
-"""Test pyright's findings in a user's program with right and wrong lines."""
+"""Test what pyright reports about a user's program."""
 
 import importlib.util
 import json
@@ -95,7 +95,7 @@ def pyright(folder, *args):
     return json.loads(done.stdout)
 
 
-def test_types_at_the_door(tmp_path):
+def test_types_of_a_users_program(tmp_path):
     file = tmp_path / "program.py"
     file.write_text(PROGRAM)
     config = {"extraPaths": [str(ROOT)], "typeCheckingMode": "basic"}

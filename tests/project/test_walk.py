@@ -1,4 +1,4 @@
-"""Test how many of our functions a reader of a step passes."""
+"""Bound the number of our functions that a step calls."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ def loss_fn(params, x):
     return (x.astype(jnp.float32) ** 2).mean()
 
 
-def test_a_fused_step_at_o2():
+def test_how_many_functions_a_fused_step_passes():
     layer = lambda: {"kernel": jnp.eye(4), "bias": jnp.ones(4)}  # noqa: E731
     params, found = {"a": layer(), "b": layer()}, {}
     tx = optimizers.fused_adam(1e-3)

@@ -1,8 +1,7 @@
-"""What people do with gradients, at every level: the right step, or a skip.
+"""Test common uses of gradients at every level: each steps correctly or skips.
 
-Each habit takes a state and a batch of four numbers, and steps. NumPy computes the
-gradient of each weight from the batch. The weights begin at values that half holds, and
-the optimizer is SGD with rate 1.
+Each habit computes gradients from a state and a batch of four numbers. NumPy computes
+the expected gradients. The optimizer is SGD with rate 1.
 """
 
 import functools
@@ -27,12 +26,12 @@ START = {"w": np.float32([1.0, -2.0, 0.5]), "b": np.float32([0.25, 0.5])}
 XS = np.float32([0.5, -0.25, 1.0, 0.75])
 SGD = optax.sgd(1.0)
 RULE = jamp.DynamicLossScale(1024.0)
-# The scale of 1024 makes it inf in float32.
+# A scale of 1024 makes it inf in float32.
 OVERFLOWS = np.float32(1e37)
 
 
 def loss_fn(p, x):
-    """Its gradient is `x` of each weight."""
+    """Returns a loss whose gradient is `x` for each weight."""
     return sum(wide(leaf).sum() for leaf in jax.tree.leaves(p)) * x
 
 
@@ -47,7 +46,7 @@ def zeros(state):
     return optax.tree.zeros_like(jamp.master_params(state))
 
 
-# Users write these functions `(state, x) -> gradients`.
+# Functions `(state, x) -> gradients`, as users write them.
 
 
 def through_optax(state, x):
@@ -75,7 +74,7 @@ def habit(grads, value):
     return grads, lambda x: {k: np.full(v.shape, value(x)) for k, v in START.items()}
 
 
-# Gradients as users make them, and what they are.
+# A function of the gradients, and the expected ones.
 HABITS = {
     "as they are": habit(lambda s, x: grads_of(s, x[0]), lambda x: x[0]),
     "mean of microbatches": habit(
@@ -116,8 +115,8 @@ def assert_skipped_and_lowered(after, before):
     assert after.loss_scales[0].consecutive_skips == 1
 
 
-# Gradients are float32 at every level: what users do with them is tried at one each, by
-# turns. What scales the loss by hand, or in a loop, is tried at all.
+# Gradients are float32 at every level, so most habits run at one level each. Those that
+# scale the loss by hand or in a loop run at all levels.
 AT_ALL = ("sum in a scan", "by hand, and unscale")
 TRIED = [
     (name, level)
@@ -126,7 +125,7 @@ TRIED = [
 ]
 
 
-@pytest.mark.standard_promotion  # in which users write
+@pytest.mark.standard_promotion  # as in users' programs
 @pytest.mark.parametrize("name, level", TRIED)
 def test_a_habit_is_the_right_step_or_a_skip(name, level):
     state, (gradients, expected) = begin(level), HABITS[name]
@@ -136,18 +135,18 @@ def test_a_habit_is_the_right_step_or_a_skip(name, level):
         return state.apply_gradients(grads=gradients(state, x))
 
     assert_stepped(step(state, XS), expected(np.float64(XS)))
-    # One overflow, however many microbatches there are, and whichever it is in.
+    # An overflow in any microbatch skips the step.
     for place in range(4) if name in OF_MICROBATCHES else (0,):
         bad = XS.copy()
         bad[place] = OVERFLOWS
         assert_skipped_and_lowered(step(state, bad), state)
 
 
-# The table of the origins of gradients.
+# The table of the origins of gradients
 
 
 @pytest.mark.standard_promotion
-def test_nothing_but_bytes_depends_on_the_table(monkeypatch):
+def test_results_do_not_depend_on_the_table(monkeypatch):
     state = begin("O2", jo.fused_adam(0.5), num_losses=2)
 
     def three_steps(state, x):
@@ -159,7 +158,7 @@ def test_nothing_but_bytes_depends_on_the_table(monkeypatch):
         return one, two, two.apply_gradients(grads=frozen)
 
     def run():
-        step = jax.jit(lambda *args: three_steps(*args))  # traced anew
+        step = jax.jit(lambda *args: three_steps(*args))  # a new function, to retrace
         bad = [np.where(np.arange(4) == i, OVERFLOWS, XS) for i in range(2)]
         return [step(state, x) for x in (XS, *bad)]
 
@@ -174,7 +173,7 @@ def test_nothing_but_bytes_depends_on_the_table(monkeypatch):
     assert skips == [[0, 0, 0], [1, 2, 3], [0, 1, 1]]
 
 
-def test_it_keeps_nothing_alive():
+def test_the_table_keeps_no_array_alive():
     state = begin("O2")
 
     def step(state, x):
@@ -183,12 +182,12 @@ def test_it_keeps_nothing_alive():
         assert unscaled.raw_of(2 * grads["w"]) is None
         return state.apply_gradients(grads=grads)
 
-    gc.collect()  # of other tests
+    gc.collect()  # frees arrays of other tests
     before = len(unscaled._table)
     with jax.checking_leaks():
         jax.jit(step)(state, XS[0])
     grads = grads_of(state, XS[0])
-    assert unscaled.raw_of(grads["w"]).grad is None  # the half array is gone
+    assert unscaled.raw_of(grads["w"]).grad is None  # the half array is freed
     del grads
     gc.collect()
     assert len(unscaled._table) == before
@@ -222,14 +221,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_several_losses_are_given_one_by_one(name):
+def test_several_losses_need_one_tree_each(name):
     change, loss_id, error, words = WRONG[name]
     state = begin("O2", num_losses=2)
     with pytest.raises(error, match=words):
         state.apply_gradients(grads=change(zeros(state)), loss_id=loss_id)
 
 
-# Bytes, compiled for an H200.
+# Bytes, compiled for an H200
 
 
 @pytest.mark.h200
@@ -254,7 +253,7 @@ def test_who_computes_with_gradients_reads_them_once_more():
         return h200.compile_step(update, state, state.params, donate=(0,)).traffic
 
     clip = lambda g: optax.clip_by_global_norm(1.0).update(g, None)[0]  # noqa: E731
-    # By how many reads; the norm is the user's.
+    # An optimizer, an edit of the gradients, and its number of reads.
     adam, fused = optax.adam(1e-3), jo.fused_adam(1e-3)
     rows = [(adam, mapped(lambda g: g / 2), 1), (adam, clip, 2)]
     rows += [(fused, mapped(jnp.negative), 1)]

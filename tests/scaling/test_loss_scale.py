@@ -1,4 +1,4 @@
-"""Loss scale rules against a pure Python oracle, and their limits."""
+"""Test loss scale rules against a pure Python oracle, and their limits."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ def ours(rule):
 
 @functools.partial(jax.jit, static_argnums=0)
 def run(rule, flags):
-    """The LossScaleState after each of the flags."""
+    """Returns the LossScaleState after each flag."""
 
     def step(state, finite):
         state = rule.update(state, finite)
@@ -54,13 +54,13 @@ def run_oracle(rule, flags):
 
 
 def assert_same(rule, states, expected):
-    exact = math.frexp(rule.factor)[0] == 0.5  # powers of two lose no bit
+    exact = math.frexp(rule.factor)[0] == 0.5  # a power of two
     scales = [s.scale for s in expected]
     np.testing.assert_allclose(states.scale, scales, rtol=0 if exact else 1e-5)
     for name in ("unskipped", "consecutive_skips"):
         wanted = [getattr(s, name) for s in expected]
         np.testing.assert_array_equal(getattr(states, name), wanted)
-    # Below zero the tracker means what it means at zero.
+    # apex's tracker continues below zero with the same meaning.
     left = [max(s.hysteresis, 0) for s in expected]
     np.testing.assert_array_equal(np.maximum(states.hysteresis, 0), left)
 
@@ -72,7 +72,7 @@ def advance(rule, flags, state=None):
     return state
 
 
-# The oracle itself, on values worked out by hand
+# The oracle, checked on values derived by hand
 
 
 def test_oracle_tolerates_hysteresis_minus_one_overflows():
@@ -82,7 +82,7 @@ def test_oracle_tolerates_hysteresis_minus_one_overflows():
     assert [s.scale for s in states] == [2.0**k for k in powers]
 
 
-# Fair coins seldom reach a window or a floor: draw runs, too.
+# Fair coins seldom reach a window or a floor, unlike runs of equal flags.
 RUNS = st.lists(st.tuples(st.booleans(), st.integers(1, 12)), min_size=1)
 FLAGS = st.one_of(
     st.lists(st.booleans(), min_size=LENGTH, max_size=LENGTH),
@@ -148,7 +148,7 @@ def test_scale_never_reaches_zero(factor):
     assert np.all(np.diff(states.scale) <= 0)
     state = jax.tree.map(lambda x: x[-1], states)
     assert (state.scale, state.consecutive_skips) == (SMALLEST, 200)
-    # There it still scales and unscales, and grows again.
+    # At the floor, the rule still scales, unscales and grows.
     assert rule.scale_loss(jnp.float32(4.0), state) == 2.0**-124
     assert rule.unscale({"w": jnp.float32(2.0**-124)}, state)["w"] == 4.0
     np.testing.assert_allclose(rule.update(state, True).scale, SMALLEST * factor)
@@ -199,7 +199,7 @@ def test_unscale_returns_fp32_and_leaves_the_rest_alone():
         "key": jax.random.key(3),
     }
     out = rule.unscale(tree, rule.init())
-    # 6e-8 is 2^-24 in half, its smallest number: the quotient lives only in fp32.
+    # 6e-8 rounds to 2^-24, half's smallest number. Only float32 holds the quotient.
     half = np.float32([2.0**-34, 2.0, np.inf, -np.inf, np.nan])
     wanted = tree | {
         "half": half,
@@ -251,14 +251,14 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("name, value, words", REFUSED, ids=str)
-def test_senseless_settings_are_refused(name, value, words):
+def test_bad_settings_are_refused(name, value, words):
     rule = jamp.StaticLossScale if name == "scale" else jamp.DynamicLossScale
     words = rf"`{name}` must be .*{words}.*got {re.escape(repr(value))}"
     with pytest.raises(ValueError, match=words):
         rule(**{name: value})
 
 
-def test_floor_ceiling_and_start_must_fit():
+def test_floor_ceiling_and_start_must_be_ordered():
     with pytest.raises(ValueError, match="`min_scale` must not exceed"):
         jamp.DynamicLossScale(8.0, min_scale=16.0, max_scale=8.0)
     with pytest.raises(ValueError, match="`min_scale` must not exceed `init_scale`"):

@@ -1,4 +1,4 @@
-"""Gradients inside of a scaled loss, and their derivatives, against float64: MAML."""
+"""Test gradients inside a scaled loss, as in MAML, against float64."""
 
 import functools
 
@@ -24,13 +24,13 @@ INNER = ("scaled_grad", "a step", "scale_loss")
 
 
 def outer(params, state, how, size=1.0):
-    """The error after a step."""
+    """Returns the error after a step."""
     at = state.replace(params=params)
     loss_fn = functools.partial(error, size=size)
     grads = jamp.scaled_grad(loss_fn)(at)
     if how == "a step":
         return error(at.apply_gradients(grads=grads).params)
-    if how == "scale_loss":  # as around a gradient penalty
+    if how == "scale_loss":  # as in a gradient penalty
         scaled = jax.grad(lambda p: jamp.scale_loss(loss_fn(p), state))
         grads = jamp.unscale(scaled(params), state)
     fast = wide(params["w"]) - RATE * grads["w"]
@@ -38,7 +38,7 @@ def outer(params, state, how, size=1.0):
 
 
 def exact(size=1.0):
-    """The gradient of the error after one step of gradient descent, in float64."""
+    """Returns the gradient of the error after one gradient step, in float64."""
     w, x = W.astype(np.float64), X.astype(np.float64)
     fast = w - RATE * size * 2 * (w @ x - 1) * x
     hessian = size * 2 * np.outer(x, x)
@@ -56,9 +56,9 @@ def test_the_second_derivative_is_right_at_every_level(level, how):
 
 
 @pytest.mark.parametrize("how", INNER)
-def test_an_overflow_inside_skips_the_step_around_until_both_fit(how):
+def test_an_inner_overflow_skips_the_outer_step(how):
     state = make("O2", {"w": W}, SGD)
-    size = 8.0  # whose inner gradient is inf at scales above 2^13
+    size = 8.0  # the inner gradient is inf at scales above 2^13
 
     @jax.jit
     def step(state):

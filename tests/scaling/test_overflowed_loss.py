@@ -1,4 +1,4 @@
-"""A loss that is not finite is an overflow, also if its gradients are finite."""
+"""Test that a loss that is not finite counts as an overflow."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ CHECKS = jamp.DynamicLossScale(8.0)
 
 
 def hidden(params, x):
-    """Its gradient is 1, whatever x is: `abs` and `maximum` select in it."""
+    """Returns a loss whose gradient is 1 for any x."""
     w = wide(params["w"])
     return jnp.maximum(jnp.abs(x + 0 * w.sum()), 0.0) + w.sum()
 
@@ -53,14 +53,14 @@ def test_all_gradients_are_nan_and_the_step_is_skipped(level, tx):
 
 
 @pytest.mark.parametrize("rule", [128.0, jamp.StaticLossScale(128.0, check=True)])
-def test_a_static_scale_lets_it_through_unless_it_checks(rule):
+def test_a_static_scale_skips_only_if_it_checks(rule):
     state = begin("O2", optax.sgd(1.0), rule)
     grads = jax.jit(jamp.scaled_grad(hidden))(state, jnp.float32(np.nan))
     assert all_nan(grads) == (rule != 128.0)
 
 
 @pytest.mark.parametrize("averaged", [True, False])
-def test_on_a_mapped_axis_one_loss_makes_all_skip(averaged):
+def test_one_overflowed_loss_on_a_mapped_axis_skips_all(averaged):
     mesh = jax.make_mesh((1,), ("i",), axis_types=(AxisType.Auto,))
     # In O2, JAX would sum the gradients of half params, which warns.
     state = begin("O2" if averaged else "O0", jo.fused_sgd(1.0))
@@ -86,7 +86,7 @@ def test_on_a_mapped_axis_one_loss_makes_all_skip(averaged):
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_the_fp16_optimizer_skips_under_a_dynamic_scale(dynamic):
-    """The flat one, always: fp16_utils/test_flat.py."""
+    """The flat optimizer always skips, as fp16_utils/test_flat.py tests."""
     scale = {"dynamic_loss_args": {"init_scale": 8.0}} if dynamic else {}
     optimizer = fp16_utils.FP16_Optimizer(
         optax.sgd(1.0), dynamic_loss_scale=dynamic, **scale, verbose=False
@@ -106,7 +106,7 @@ def test_a_line_search_gets_nan_from_the_closure():
     assert np.isnan(loss) and all_nan(grads)
 
 
-def test_gradients_of_scale_loss_cannot_show_it():
+def test_gradients_of_scale_loss_hide_an_overflowed_loss():
     state, x = begin("O2", optax.sgd(1.0)), jnp.float32(np.nan)
     grads = jax.grad(lambda p: jamp.scale_loss(hidden(p, x), state))(state.params)
     np.testing.assert_array_equal(jamp.unscale(grads, state)["w"], 1.0)

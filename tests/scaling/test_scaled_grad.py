@@ -1,4 +1,4 @@
-"""Gradients of a scaled loss: shapes of jax.value_and_grad, losses, flags, groups."""
+"""Test `scaled_grad` and `scaled_value_and_grad`: results, losses, aux, groups."""
 
 from collections.abc import Mapping
 
@@ -24,7 +24,7 @@ from tests.support.states import (
 
 
 def loss_fn(p, x):
-    """Its gradient is `x * scale` for w and `(w * x).sum()` for scale."""
+    """Has the gradients `x * scale` for w and `(w * x).sum()` for scale."""
     return (wide(p["w"]) * x).sum() * p["norm"]["scale"]
 
 
@@ -43,7 +43,7 @@ def dtypes(tree):
     return {str(x.dtype) for x in jax.tree.leaves(tree)}
 
 
-# The shapes of jax.value_and_grad
+# The results of jax.value_and_grad
 
 
 @pytest.mark.parametrize("level", RUNNING)
@@ -57,14 +57,14 @@ def test_loss_and_gradients_of_every_level(level):
     assert dtypes(grads) == {"float32"}
     assert_same_bits(jax.jit(f)(state, x=X), (loss, grads))
     assert_same_bits(jamp.scaled_grad(loss_fn)(state, X), grads)
-    # By hand, around one's own jax.grad.
+    # scale_loss and unscale around jax.grad.
     by_hand = jax.grad(lambda p: jamp.scale_loss(loss_fn(p, X), state))(state.params)
     assert dtypes(by_hand) == dtypes(state.params)
     assert_grads(by_hand, 8.0)
     assert_same_bits(jamp.unscale(by_hand, state), grads)
 
 
-def test_aux_and_static_arguments_are_those_of_jax():
+def test_aux_and_static_arguments_work_as_in_jax():
     def with_aux(p, x, mode, *, times=1):
         return times * loss_fn(p, x), (x, mode, None, 3, print)
 
@@ -82,7 +82,7 @@ def test_aux_and_static_arguments_are_those_of_jax():
 
 
 def test_the_loss_is_the_fp32_loss_bit_for_bit():
-    # x * 3 / 3 and x * (1 / 3) * 3 are not x for all of these.
+    # For some of these values, x * 3 / 3 and x * (1 / 3) * 3 differ from x.
     values = np.random.default_rng(0).normal(size=64).astype(np.float32)
     assert (values * np.float32(3) / np.float32(3) != values).any()
     state = make(loss_scale=3.0)
@@ -95,7 +95,7 @@ def test_the_loss_is_the_fp32_loss_bit_for_bit():
 
 
 def test_a_loss_in_half_is_scaled_in_float32():
-    # Flax's DynamicScale: a float16 loss times 65536 is inf, and inf / 65536 NaN.
+    # In Flax's DynamicScale, a float16 loss times 65536 is inf, and the result NaN.
     square = lambda p: jnp.square(p["w"].astype(jnp.float16)).sum()  # noqa: E731
     with pytest.warns(jamp.PrecisionWarning, match="float16"):
         loss, _ = jamp.scaled_value_and_grad(square)(make())
@@ -123,7 +123,7 @@ BAD_LOSSES = {
     "complex": (lambda p: lax.complex(loss_fn(p, X), 1.0), r"got complex64"),
     "tuple": (lambda p: (loss_fn(p, X), 1.0), r"returned a tuple: pass has_aux=True"),
 }
-# All that take a loss, or a state, or a loss_id.
+# All functions that take a loss, a state or a loss_id.
 value_and_grad = jamp.scaled_value_and_grad
 DOORS = {
     "scaled_grad": lambda f, s, i: jamp.scaled_grad(f, loss_id=i)(s),
@@ -135,7 +135,7 @@ DOORS = {
 
 
 @pytest.mark.parametrize("name", BAD_LOSSES)
-def test_what_is_no_scalar_float_is_refused(name):
+def test_a_loss_must_be_a_float_scalar(name):
     bad, words = BAD_LOSSES[name]
     state = make("O0")
     for door in list(DOORS)[:4]:
@@ -146,7 +146,7 @@ def test_what_is_no_scalar_float_is_refused(name):
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_what_is_no_state_and_no_loss_id_is_refused(door):
+def test_other_states_and_loss_ids_are_refused(door):
     def loss(p):
         return loss_fn(p, X)
 
@@ -166,11 +166,11 @@ def test_each_loss_has_its_own_scale():
     assert_grads(jamp.scaled_grad(loss_fn, loss_id=1)(state, X))
     assert all_nan(jamp.scaled_grad(loss_fn)(state, X))  # -6 * 2**16
     assert jamp.scale_loss(jnp.float32(2.0), state, loss_id=1) == 8.0
-    # Half has nothing below 2^-24.
+    # float16 has no number between 0 and 2^-24.
     assert jamp.unscale({"w": jnp.float16(2.0**-24)}, state, 1)["w"] == 2.0**-26
 
 
-def test_integers_none_and_keys_are_held_out():
+def test_integers_none_and_keys_have_no_gradient():
     w, n = jnp.asarray([1.0, 2.0], jnp.float32), jnp.asarray([3, 4], jnp.int32)
     tree = {"w": w, "n": n, "flag": jnp.asarray(True), "key": jax.random.key(0)}
     state = make("O2", tree | {"none": None}, loss_scale=2.0)
@@ -187,7 +187,7 @@ def test_integers_none_and_keys_are_held_out():
     assert_same_bits(grads, {"w": wide(n)} | held_out)
 
 
-def test_unscale_is_nan_everywhere_after_an_overflow_if_the_rule_checks():
+def test_unscale_returns_nan_after_an_overflow_if_the_rule_checks():
     half = jnp.asarray([1.0, np.inf], jnp.float16)
     rest = {"n": jnp.arange(2), "key": jax.random.key(0), "none": None}
     tree = {"w": half, "b": jnp.ones(2, jnp.float32)} | rest
@@ -197,7 +197,7 @@ def test_unscale_is_nan_everywhere_after_an_overflow_if_the_rule_checks():
         assert_same_bits({k: got[k] for k in rest}, rest)
         wanted = [np.nan] * 4 if rule.check else [0.25, np.inf, 0.25, 0.25]
         np.testing.assert_array_equal([*got["w"], *got["b"]], wanted)
-    # Finite as it is, and not when it is divided.
+    # The gradient is finite only before the division.
     low = make(loss_scale=jamp.DynamicLossScale(2.0**-10))
     assert all_nan(jamp.unscale({"w": jnp.float32([1e37, 1.0])}, low))
 
@@ -213,14 +213,14 @@ def named(values):
 
 
 def of_groups(p):
-    """Its slopes are 1, 2 and 3."""
+    """Has the slopes 1, 2 and 3."""
     trees = p.values() if isinstance(p, Mapping) else p
-    assert len(trees) == 3  # whatever `wrt`: a generator's loss runs the critic too
+    assert len(trees) == 3  # for any `wrt`: a generator's loss also runs the critic
     return sum(i * wide(tree["w"]).sum() for i, tree in enumerate(trees, 1))
 
 
 WRT = [
-    # The container, `wrt`, and the slopes that it gives.
+    # The container, `wrt`, and the slopes.
     (named, None, {"a": 1.0, "b": 2.0, "c": 3.0}),
     (named, "b", 2.0),
     (tuple, 1, 2.0),
@@ -232,7 +232,7 @@ WRT = [
 
 
 @pytest.mark.parametrize("pack, wrt, slopes", WRT)
-def test_wrt_gives_a_tree_or_the_container_without_the_others(pack, wrt, slopes):
+def test_wrt_selects_groups(pack, wrt, slopes):
     state = groups(pack)
     loss, grads = jamp.scaled_value_and_grad(of_groups, wrt=wrt)(state)
     assert loss == 2 * (1 + 4 + 9)

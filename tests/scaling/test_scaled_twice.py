@@ -1,4 +1,4 @@
-"""A loss that is scaled twice, gradients that are unscaled twice: errors."""
+"""Test the errors for a loss that is scaled twice, or gradients unscaled twice."""
 
 import jax
 import jax.numpy as jnp
@@ -34,13 +34,13 @@ UNSCALE = "Delete the call of jamp.unscale"
 
 
 def in_the_loss(wrap, **options):
-    """Differentiates a loss that is scaled inside, and wrapped."""
+    """Differentiates a wrapped loss that calls `scale_loss`."""
     return lambda s: grads_of(wrap(lambda p: scaled(s, p)), **options)(s)
 
 
 OLDER = fp16_utils.FP16_Optimizer(optax.sgd(1.0), verbose=False)
 HALF = {"w": np.float16(W)}
-# A mistake, and the call that the error says to delete.
+# A mistake, and the call to delete.
 WRONG = {
     "in the loss": (in_the_loss(lambda f: f), RETURN),
     "beside a penalty": (in_the_loss(lambda f: lambda p: f(p) + 1), RETURN),
@@ -82,7 +82,7 @@ def test_it_raises_while_tracing_and_says_what_to_delete(level, name):
     for run in (call, jax.jit(call)):
         with pytest.raises(ValueError, match=says):
             run(state)
-    assert not np.isnan(grads_of(loss_fn)(state)["w"]).any()  # nothing is left behind
+    assert not np.isnan(grads_of(loss_fn)(state)["w"]).any()  # the error left no trace
 
 
 def summed(grads, more):
@@ -98,7 +98,7 @@ def test_unscale_of_a_mean_of_unscaled_gradients_raises_under_jit():
 
 
 def sharpness_aware(s):
-    """A scaled loss at params that were moved by unscaled gradients."""
+    """Scales a loss at params that unscaled gradients moved."""
     move = lambda p, g: p + (g / 64).astype(p.dtype)  # noqa: E731
     moved = jax.tree.map(move, s.params, grads_of(loss_fn)(s))
     return jamp.unscale(jax.grad(lambda p: scaled(s, p))(moved), s)
@@ -110,7 +110,7 @@ def two_steps(s):
 
 
 def closed_over(s):
-    """In a loop, the scale is a constant of another trace."""
+    """The scale is a constant from an outer trace in a loop."""
     body = lambda total, _: (summed(total, sharpness_aware(s)), None)  # noqa: E731
     return jax.lax.scan(body, {"w": jnp.zeros(3)}, length=2)[0]
 
@@ -124,20 +124,20 @@ def test_unscale_takes_scaled_gradients_that_depend_on_unscaled_ones(fn, rule):
 
 
 def penalized(state, params, x):
-    """A gradient penalty: an inner gradient, scaled and unscaled, that is right."""
+    """Adds a gradient penalty, whose inner gradient is scaled and unscaled."""
     inner = jax.grad(lambda x: jamp.scale_loss(loss_fn(params, x), state))(x)
     return loss_fn(params, x) + (jamp.unscale(inner, state) ** 2).sum()
 
 
 def limited(state, params, x):
-    """A number that is scaled, not a loss."""
+    """Scales a number other than the loss."""
     limit = jamp.scale_loss(jnp.asarray(0.25), state) + jamp.scale_loss(x.sum(), state)
     return loss_fn(params, x) + 0 * limit
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("right", [penalized, limited])
-def test_what_is_right_stays_right(right, level):
+def test_correct_uses_of_scale_loss_raise_nothing(right, level):
     state = begin(level)
 
     def run(state, x):

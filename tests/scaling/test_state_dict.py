@@ -1,4 +1,4 @@
-"""The loss scales on the host: `state_dict`, `load_state_dict` and `check`."""
+"""Test `state_dict`, `load_state_dict` and `check`."""
 
 import collections
 import json
@@ -16,7 +16,7 @@ from tests.support.bits import assert_same_bits
 
 
 def make(level="O2", **kwargs):
-    """Returns a state with an optimizer of its own, by which `check` knows it."""
+    """Returns a state with its own optimizer, by which `check` recognizes it."""
     return states.make(level, {"w": jnp.full(3, 0.1)}, optax.sgd(0.5), **kwargs)
 
 
@@ -30,12 +30,12 @@ def step(state, x, loss_id=0):
 
 
 def scalers(*pairs):
-    """apex's dict, in order, from a scale and a count per loss."""
+    """Returns apex's dict from a scale and a count per loss."""
     entries = [{"loss_scale": scale, "unskipped": count} for scale, count in pairs]
     return {f"loss_scaler{k}": entry for k, entry in enumerate(entries)}
 
 
-def test_it_is_apexs_dict_of_numbers_and_comes_back_through_json():
+def test_the_state_dict_is_apexs_and_survives_json():
     state = make(num_losses=2)
     for loss_id, x in ((0, 0.25), (1, np.inf), (0, 0.25)):
         state = step(state, x, loss_id)
@@ -49,7 +49,7 @@ def test_it_is_apexs_dict_of_numbers_and_comes_back_through_json():
         assert_same_bits((a.scale, a.unskipped), (b.scale, b.unskipped))
 
 
-# What apex's amp.state_dict() gave after a run with two losses.
+# The result of apex's amp.state_dict() after a run with two losses.
 APEX = collections.OrderedDict(scalers((4096.0, 1999), (0.5, 17)))
 
 
@@ -64,7 +64,7 @@ def test_names_count_and_not_their_order():
 
 
 def test_a_static_scale_takes_another_value():
-    # apex_semantics 5.5: values are loaded into static scalers, too.
+    # apex_semantics 5.5: apex also loads values into static scalers.
     rule = jamp.StaticLossScale(128.0, check=True)
     state = jamp.load_state_dict(
         make(loss_scale=rule, num_losses=2), scalers((4.0, 9), (128.0, 3))
@@ -95,14 +95,14 @@ WRONG = [
 ]
 
 
-def test_what_does_not_fit_is_named():
+def test_load_state_dict_names_a_misfit():
     for given, words in WRONG:
         for level in ("O0", "O2"):
             with pytest.raises((ValueError, OverflowError), match=words):
                 jamp.load_state_dict(make(level), given)
 
 
-def test_what_is_no_state_of_arrays_is_refused():
+def test_only_states_of_concrete_arrays_are_accepted():
     on_host = {jamp.check: "(?s)concrete|traced", jamp.state_dict: "outside of `jit`"}
     for call in (*on_host, lambda s: jamp.load_state_dict(s, ONE)):
         with pytest.raises(TypeError, match="AmpState .* got dict"):
@@ -112,7 +112,7 @@ def test_what_is_no_state_of_arrays_is_refused():
             jax.jit(lambda s, call=call: call(s) or 0)(make())
 
 
-# jamp.check: the one place that raises
+# jamp.check
 
 
 def after(*good, **kwargs):
@@ -152,7 +152,7 @@ RUNS = [
     (lambda: skipping(49), 50, None),
     (lambda: skipping(50), 50, "Loss 0 skipped 50"),
     (lambda: after(0, 0, **LOW), 100, "Loss 0 skipped 2 .* scale is 16384:"),
-    (lambda: after(0, 0, 1, **LOW), 100, None),  # it may stay at the floor
+    (lambda: after(0, 0, 1, **LOW), 100, None),  # at the floor without a skip
     (lambda: after(0, **LOWEST), 100, "Loss 0 skipped 1 .* scale is 1.17549e-38:"),
     (lambda: after(0, 0, 0, loss_scale=STATIC), 1, None),
     (lambda: after(0, 0, 0, loss_scale=CHECKED), 4, None),
@@ -179,11 +179,11 @@ def test_the_number_of_skips_is_a_positive_integer():
             jamp.check(make(), max_consecutive_skips=bad)
 
 
-# jamp.check between calls: a state that does not move
+# jamp.check and states that do not move
 
 
 def guarded(guard, donate=False):
-    """Returns the step of a float32 script, which has a guard of its own."""
+    """Returns the step of a float32 script with its own guard."""
 
     def train_step(state, x):
         grads = jamp.scaled_grad(loss_fn)(state, x)
@@ -233,7 +233,7 @@ def test_what_stands_still_on_purpose_is_no_stall():
         jamp.check(renewed(frozen), 2)
         for k in range(2):
             jamp.check(twins[k], 2)
-        if i % 2:  # both move; the first without a step, like a target network
+        if i % 2:  # both move, the first without a step, like a target network
             moved = jax.tree.map(lambda x: x + 1, jamp.master_params(twins[0]))
             twins[0] = renewed(twins[0].replace(params=moved))
             twins[1] = train_step(twins[1], jnp.float32(0.5))
@@ -241,7 +241,7 @@ def test_what_stands_still_on_purpose_is_no_stall():
             twins = [renewed(twins[0]), twins[1]]
 
 
-def test_each_of_two_states_is_seen_by_itself():
+def test_check_tracks_each_state_separately():
     stalled, train_step = make(), guarded("none")
     trained = states.make("O2", {"w": jnp.ones(2)})
     for i in range(4):
@@ -254,7 +254,7 @@ def test_each_of_two_states_is_seen_by_itself():
 
 
 def test_it_prints_skips_as_apex_does(capsys):
-    # apex_semantics 4.4, apex/amp/handle.py; once per call.
+    # apex_semantics 4.4, apex/amp/handle.py. Each call of check prints new skips.
     line = (
         "Gradient overflow.  Skipping step, loss scaler {} reducing loss scale to {}\n"
     )

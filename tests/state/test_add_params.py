@@ -1,4 +1,4 @@
-"""state.add_params: new params start fresh, old ones keep their bits, or it raises."""
+"""Test `state.add_params`: new params start fresh, and old ones keep their bits."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ RULE = jamp.DynamicLossScale(2.0**8, window=3)
 
 
 def pair(*values, dtype=jnp.float32):
-    """Returns an array; all have one shape, so that operations compile once."""
+    """Returns an array. One shape for all means that operations compile once."""
     return jnp.asarray(values, dtype)
 
 
@@ -40,7 +40,7 @@ def merged(tree, more):
 
 
 def gradients(tree, seed):
-    """Returns gradients that both halves hold; seeds 1 and 4 have an infinity."""
+    """Returns gradients that are exact in half. Seeds 1 and 4 have an infinity."""
     rng = np.random.default_rng(seed)
     xs = jax.tree.map(lambda x: np.float32(rng.integers(-8, 8, x.shape) / 64), tree)
     if seed in (1, 4):
@@ -66,7 +66,7 @@ COMBINATIONS = [("O0", ADAM, {}), ("O2", FUSED, {}), ("O5", FUSED, REMAINDER)]
 
 @pytest.mark.standard_promotion  # for optax.adam
 @pytest.mark.parametrize("level, tx, options", COMBINATIONS)
-def test_it_is_the_state_whose_new_params_had_no_gradient_so_far(level, tx, options):
+def test_new_params_start_as_if_their_gradients_had_been_zero(level, tx, options):
     options = {"tx": tx, "loss_scale": RULE, "keep_fp32": None} | options
     if level != "O0":
         options["keep_fp32"] = "norm"
@@ -84,7 +84,7 @@ def test_it_is_the_state_whose_new_params_had_no_gradient_so_far(level, tx, opti
     assert (after.step, after.skipped_steps) == (4, 2)
 
 
-def test_params_keep_their_mapping_and_the_state_has_arrays_of_its_own():
+def test_params_keep_their_mapping_and_the_state_shares_no_array():
     given, state = new(), make("O2", FrozenDict(old()))
     assert_same_bits(copy(state.add_params({})), copy(state))
     state = state.add_params(given)
@@ -93,7 +93,7 @@ def test_params_keep_their_mapping_and_the_state_has_arrays_of_its_own():
     assert len({x.unsafe_buffer_pointer() for x in arrays}) == len(arrays)
 
 
-def test_extra_fields_grow_alike_and_name_the_new_batchnorms():
+def test_extra_fields_grow_and_identify_new_batchnorms():
     leaf, more = {"scale": pair(1, 1)}, {"other": {"mean": pair(3), "var": pair(3)}}
     fields = {"batch_stats": {"bn": {"mean": pair(0), "var": pair(0)}}, "rate": pair(1)}
     state = make("O2", {"bn": leaf}, **fields)
@@ -106,7 +106,7 @@ def test_extra_fields_grow_alike_and_name_the_new_batchnorms():
 
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("pack", [dict, list])
-def test_new_groups_begin_as_in_a_state_of_their_own(pack):
+def test_new_groups_start_like_in_a_separate_state(pack):
     a, b = "ab" if pack is dict else range(2)
 
     def packed(key, value):
@@ -156,7 +156,7 @@ def test_fields_of_groups_need_an_entry_for_each_new_group():
 
 
 def keeping(init):
-    """Returns an optimizer with such a state."""
+    """Returns an optimizer with the state of `init`."""
     return optax.GradientTransformation(
         init, lambda updates, state, _: (updates, state)
     )
@@ -175,7 +175,7 @@ def by_count(p):
 IN_HALF = {"head": {"v": jnp.ones(2, jnp.float16)}}
 FP8 = {"params": LEAF, "_overwrite_with_gradient": {}}
 NORM, WRAPPED = {"norm": {"scale": LEAF["v"]}}, jamp.master_weights(SGD)
-# The state, the arguments of add_params, the error, and words of its message.
+# The state, the arguments of add_params, the error, and its message.
 REFUSED = [
     (one, (NORM,), ValueError, "'norm'.*'scale'.* exists already"),
     (one, ({"norm": LEAF["v"]},), ValueError, "'norm'.* exists already"),
@@ -204,7 +204,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("begin, args, error, words", REFUSED)
-def test_it_refuses_what_does_not_fit_and_changes_nothing(begin, args, error, words):
+def test_misfits_are_refused_and_change_nothing(begin, args, error, words):
     state = begin()
     before = copy(state)
     with pytest.raises(error, match=f"(?s){words}"):

@@ -1,4 +1,4 @@
-"""AmpState: a step computes, a skip changes nothing else, and donation is safe."""
+"""Test AmpState: steps against float64, skips, fields and donation."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ def test_steps_match_float64_and_round_the_params(level):
     tx, expected, tol = optax.adam(1e-2), oracle.adam, 2e-6
     options = {"learning_rate": np.float32(1e-2)}
     if level == "O3":  # without masters, params are rounded after each step
-        # The oracle's sums are float64, so a tie may fall to the other side.
+        # The oracle's sums are float64, so it may round a tie differently.
         tx, expected, tol = SGD, oracle.momentum, 2.0**-10
         options = {"learning_rate": 0.5, "decay": 0.5, "storage": np.float16}
     state = make(level, tx=tx, keep_fp32="norm" if level in ("O2", "O5") else None)
@@ -57,7 +57,7 @@ def test_steps_match_float64_and_round_the_params(level):
     scale = np.float32(state.loss_scale)
 
     def seen(x, p):
-        """Returns the gradient of the backward pass: rounded where p is half."""
+        """Returns the gradient of the backward pass, rounded if p is half."""
         return (x * scale).astype(p.dtype).astype(np.float64) / scale
 
     grads = [jax.tree.leaves(jax.tree.map(seen, x, state.params)) for x in xs]
@@ -72,11 +72,11 @@ def test_steps_match_float64_and_round_the_params(level):
 
 
 RATE_ONE = optax.sgd(1.0)
-# Slopes of two steps at rate 1, and the master and the half param after each.
+# The start, the slopes of two steps at rate 1, and the master after each.
 ROUNDED = [
     # |p| / |new| is beyond 2^13: adding f32(new) - f32(p) to p does not give new.
     (60000.0, (60000.0, -(2.0**-12 + 2.0**-20)), (0.0, 2.0**-12 + 2.0**-20)),
-    (1.0, (-1e6, 1e6), (1000001.0, 1.0)),  # the half is clamped and comes back
+    (1.0, (-1e6, 1e6), (1000001.0, 1.0)),  # the half param is clamped and recovers
 ]
 
 
@@ -111,7 +111,7 @@ def test_a_float8_leaf_is_stepped_in_float32_and_clamped(dtype, level):
 
 @jax.jit
 def full_step(state, x):
-    """Steps with new values of fields, too."""
+    """Steps with new values of fields."""
     ema = optax.incremental_update(jamp.master_params(state), state.ema, 0.5)
     key = jax.random.split(state.key)[0]
     return step(state, x, stats=state.stats + 1, ema=ema, key=key)
@@ -142,12 +142,12 @@ SPOILT += [("w", 1, -np.inf), ("b", 1, np.inf), ("norm", 0, -np.inf)]
 
 
 @pytest.mark.standard_promotion
-def test_one_bad_element_changes_scale_and_counters_and_nothing_else(trained):
-    # A clean step moves all; or a skip that leaves all alone would show nothing.
+def test_one_bad_element_changes_only_scale_and_counters(trained):
+    # A clean step must change all fields, or the test of a skip would show nothing.
     after = full_step(full_step(trained, CLEAN), CLEAN)
     pairs = zip(jax.tree.leaves_with_path(trained), jax.tree.leaves(after), strict=True)
     same = {jax.tree_util.keystr(k) for (k, x), y in pairs if bits(x) == bits(y)}
-    # MultiSteps is at the second of two steps again.
+    # MultiSteps returns to the second of two steps.
     held = ("mini_step", "skip_state", "skipped", "consecutive", ".scale", "hysteresis")
     assert all(any(h in path for h in held) for path in same), same
     assert optax.tree.get(after.opt_state, "rng_key") is not None
@@ -166,7 +166,7 @@ def test_one_bad_element_changes_scale_and_counters_and_nothing_else(trained):
 def test_the_step_after_a_skip_is_the_step_that_would_have_been(trained):
     skipped = full_step(trained, like(CLEAN, np.inf))
     late = full_step(skipped, CLEAN)
-    # Powers of two: the lower scale rounds gradients the same way, short of underflow.
+    # The scales are powers of two, so the lower one rounds gradients the same way.
     assert_skipped(late, full_step(trained, CLEAN))
     assert (late.skipped_steps, late.last_step_skipped) == (1, False)
 
@@ -184,7 +184,7 @@ def test_a_plain_tree_is_checked_too():
     after = state.apply_gradients(grads=spoilt())
     assert_skipped(after, state)
     assert (after.loss_scale, after.skipped_steps) == (2.0**15, 1)
-    # It is taken as unscaled.
+    # apply_gradients takes a plain tree as unscaled.
     scaled, plain = step(after, grads), after.apply_gradients(grads=grads)
     for name in ("params", "loss_scales"):
         assert_same_bits(getattr(plain, name), getattr(scaled, name))
@@ -196,7 +196,7 @@ def test_a_plain_tree_is_checked_too():
 @each_tx
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_a_static_scale_checks_nothing(level, tx):
-    # apex_semantics 4.5: inf and NaN are handed to the optimizer.
+    # apex_semantics 4.5: the optimizer receives inf and NaN.
     state = make(level, tx=tx, loss_scale=4.0)
     after = step(state, spoilt())
     assert_same_bits(state.apply_gradients(grads=spoilt()).params, after.params)
@@ -233,7 +233,7 @@ def test_a_declared_field_moves_with_a_step_and_not_with_a_skip():
     assert type(state) is Mine
     good, bad = like(params(), 2.0**-6), like(params(), jnp.inf)
     after = step(state, good, batch_stats=new)
-    # It comes back in its old dtype.
+    # The field keeps its dtype.
     assert_same_bits(after.batch_stats, stats_of(np.float32([1, 2])))
     assert after.epoch is None
     assert_same_bits(step(state, good).batch_stats, OLD)
@@ -258,7 +258,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("given, words", REFUSED, ids=[words for _, words in REFUSED])
-def test_gradients_and_fields_of_another_structure_are_an_error(given, words):
+def test_other_structures_are_an_error(given, words):
     error = TypeError if "cannot" in words else ValueError
     fields = {"batch_stats": OLD, "extra": jnp.int32(0), "own": {"a": jnp.bool_(True)}}
     with pytest.raises(error, match=words):
@@ -275,9 +275,9 @@ def test_a_state_without_batch_stats_takes_none():
 
 @pytest.mark.parametrize("tx", [RATE_ONE, fused_sgd(1.0)], ids=["sgd", "fused_sgd"])
 def test_losses_with_different_scales_are_summed_in_fp32(tx):
-    # apex_semantics 6.5: its FusedSGD errs where the scale of a later loss is lower.
+    # apex_semantics 6.5: apex's FusedSGD is wrong if a later loss has a lower scale.
     state = with_scales(make(tx=tx, num_losses=3), 64.0, 0.5, 4.0)
-    slopes = (2.0**-9, 8.0, 2.0**-12)  # no half holds their sum
+    slopes = (2.0**-9, 8.0, 2.0**-12)  # half cannot hold their sum
     grads = [
         jamp.scaled_grad(dot, loss_id=i)(state, like(params(), x))
         for i, x in enumerate(slopes)
@@ -288,7 +288,7 @@ def test_losses_with_different_scales_are_summed_in_fp32(tx):
     again = state.apply_gradients(grads=tuple(grads), loss_id=(0, 1, 2))
     assert_same_bits(again, after)
     assert [int(s.unskipped) for s in after.loss_scales] == [1, 1, 1]
-    # A loss that takes no part keeps its scale.
+    # A loss without gradients keeps its scale.
     after = state.apply_gradients(grads=grads[1], loss_id=1)
     assert [int(s.unskipped) for s in after.loss_scales] == [0, 1, 0]
 
@@ -312,7 +312,7 @@ def test_fields_of_groups_are_selected_by_their_keys():
     after = state.apply_gradients(grads=[good, bad], loss_id=[0, 1], **fields)
     assert after.stats["d"].tolist() == [1, 1]
     assert after.stats["g"].tolist() == [0, 0]
-    # A field of no group changes only if all covered groups were clean.
+    # A field without groups changes only if all covered groups were clean.
     assert after.shared.tolist() == [0, 0]
     after = state.apply_gradients(grads=good, **fields)
     assert after.shared.tolist() == [1, 1]
@@ -374,13 +374,13 @@ def fp8_step(state, x):
     "level, pack", [("O0", dict), ("O2", FrozenDict), ("O5", dict)]
 )
 def test_overwrite_with_gradient_is_honoured(level, pack):
-    # Flax's TrainState asks `in`, so it does not mind which mapping it is.
+    # Flax's TrainState accepts any mapping.
     state = fp8_state(level, pack, loss_scale=8.0)
     amax = state.params["_overwrite_with_gradient"]["amax"]
     assert (amax.dtype, amax) == (jnp.float32, 3.0)
     assert len(jax.tree.leaves(optax.tree.get(state.opt_state, "trace"))) == 1
     after = fp8_step(state, 2.0**-6)
-    # Not scaled, not unscaled, not stepped: written.
+    # The gradient is written without scaling, unscaling or a step.
     amax = after.params["_overwrite_with_gradient"]["amax"]
     assert (amax.dtype, amax, type(after.params)) == (jnp.float32, 7.0, pack)
     w = halved(np.float32([1 - 2.0**-6, 2 - 2.0**-6]), level)
@@ -400,7 +400,7 @@ def test_a_static_field_is_set_by_replace():
     state = make("O0", ONE, RATE_ONE, state_class=_Run, run="a")
     with pytest.raises(TypeError, match=r"run is static.*replace\(run=\.\.\.\)"):
         state.apply_gradients(grads=ONE, run="b")
-    sin = jax.tree_util.Partial(jnp.sin)  # a copy of it would be another: a recompile
+    sin = jax.tree_util.Partial(jnp.sin)  # a copy would be unequal and recompile
     assert state.replace(run=sin).run is sin
 
 
@@ -431,21 +431,21 @@ NO_MASTERS = {"master_weights": False, "stochastic_rounding": True}
 
 @pytest.mark.parametrize("kept", [{}, {"store_remainder": True}, NO_MASTERS], ids=str)
 @pytest.mark.parametrize("sgd", [optax.sgd, fused_sgd])
-def test_a_step_is_differentiated_as_in_float32_however_weights_are_kept(sgd, kept):
+def test_a_step_differentiates_as_in_float32_for_every_storage(sgd, kept):
     def after(rate, w):
         state = jamp.initialize(w, sgd(rate), "O5", verbosity=0, **kept)
         loss_fn = lambda w: ((w - 2) ** 2).sum()  # noqa: E731
         grads = jamp.scaled_grad(loss_fn)(state)
         return loss_fn(jamp.master_params(state.apply_gradients(grads=grads)))
 
-    # The step is to 2 + (1 - 2 rate)(w - 2), of each of four weights.
+    # The step moves each of four weights to 2 + (1 - 2 rate)(w - 2).
     of_rate, of_w = jax.jit(jax.grad(after, (0, 1)))(0.1, jnp.ones(4))
     np.testing.assert_allclose(of_rate, 4 * -4 * (1 - 2 * 0.1), rtol=0.01)
     np.testing.assert_allclose(of_w, -2 * (1 - 2 * 0.1) ** 2, rtol=0.01)
 
 
 @pytest.mark.parametrize("level", ["O2", "O4", "O6"])
-def test_a_state_of_axes_bools_or_nothing_is_set_as_it_is(level):
+def test_states_of_axes_bools_or_none_are_set_unchanged(level):
     init = lambda w: jamp.initialize(w, optax.sgd(1.0), level, verbosity=0)  # noqa: E731
     states = jax.vmap(init)(jnp.ones((3, 2)))
     counters = ("loss_scales", "skipped_steps", "last_step_skipped")
@@ -457,7 +457,7 @@ def test_a_state_of_axes_bools_or_nothing_is_set_as_it_is(level):
     assert states.replace(params=None, opt_state=states.opt_state).params is None
 
 
-def test_the_scale_of_another_rule_is_the_one_that_is_used():
+def test_another_rule_replaces_the_scale():
     state = make("O2", ONE)
     state = state.replace(loss_scale_rules=(jamp.StaticLossScale(128.0),))
     scaled = jamp.scale_loss(jnp.float32(1), state)

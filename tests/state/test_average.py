@@ -1,7 +1,7 @@
-"""Averages and target networks move the whole way at every level, or warn.
+"""Test that averages and target networks move at every level, or warn.
 
-The oracle is float64: after n steps of share s, the average of a constant has moved
-1 - (1 - s)^n of the way.
+After n steps with weight s, the average of a constant has moved 1 - (1 - s)^n of the
+way.
 """
 
 import jax
@@ -32,7 +32,7 @@ MOVED = 1 - (1 - STEP) ** STEPS
 @pytest.mark.parametrize(
     "kind, level", [("tree", "O2"), ("tree", "O3"), ("state", "O0"), ("state", "O5")]
 )
-def test_it_covers_its_way(kind, level):
+def test_an_average_moves_at_every_level(kind, level):
     state = make(level, END)
     old = make(level, START) if kind == "state" else START
 
@@ -41,7 +41,7 @@ def test_it_covers_its_way(kind, level):
 
     after, _ = jax.jit(lambda old: jax.lax.scan(body, old, None, STEPS))(old)
     average = jamp.master_params(after) if kind == "state" else after
-    # The tolerance is for 3,000 roundings of a float32, and for END rounded at O3.
+    # 3,000 float32 roundings need this tolerance, and at O3 the rounding of END.
     np.testing.assert_allclose(share(average), MOVED, 2e-3 if level == "O3" else 5e-4)
     if kind == "state":
         assert after.params["w"].dtype == state.params["w"].dtype
@@ -50,7 +50,7 @@ def test_it_covers_its_way(kind, level):
 
 
 def test_halves_would_not():
-    """People write this, and the average stays behind."""
+    """An average of half params stops moving."""
     for level, most in (("O2", 0.2), ("O5", 0.01)):
         state, target = make(level, END), make(level, START)
 
@@ -63,7 +63,7 @@ def test_halves_would_not():
         assert share(jamp.master_params(after)).mean() < most
 
 
-def test_a_skip_leaves_it_as_it_was():
+def test_a_skip_keeps_the_average():
     state = make("O2", ema=params())
     bad = jax.tree.map(lambda x: jnp.full_like(x, np.inf), jamp.master_params(state))
     good = jax.tree.map(jnp.ones_like, bad)
@@ -77,7 +77,7 @@ def test_a_skip_leaves_it_as_it_was():
             np.testing.assert_allclose(ema["w"], middle, 1e-6)
 
 
-def test_several_groups_skip_each_for_itself():
+def test_averages_of_groups_skip_separately():
     trees = {"a": params(), "b": params() | {"seen": jnp.int32(3)}}
     state = make("O2", trees, {"a": SGD, "b": SGD})
     skipped = {"a": jnp.bool_(True), "b": jnp.bool_(False)}
@@ -99,7 +99,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("words", WRONG)
-def test_what_would_stand_still_is_an_error(words):
+def test_averages_in_half_are_an_error(words):
     old, level = WRONG[words]
     state = make(level, START)
     with pytest.raises(ValueError, match=words):
@@ -114,7 +114,7 @@ FIELDS = {
 
 
 @pytest.mark.parametrize("how", FIELDS)
-def test_a_field_begun_in_half(how):
+def test_a_half_average_in_a_field_warns(how):
     state = make("O2", START, ema=START)
     with pytest.warns(
         jamp.PrecisionWarning, match="field ema has the .*float16.*master_par"

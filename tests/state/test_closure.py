@@ -1,4 +1,4 @@
-"""jamp.closure: the loss for optimizers that evaluate it more than once."""
+"""Test `jamp.closure`, a loss for optimizers that evaluate it several times."""
 
 import functools
 
@@ -14,7 +14,7 @@ from tests.policy.forward_models import products
 from tests.support.bits import assert_rounded_alike, assert_same_bits
 from tests.support.states import assert_skipped, make, wide, with_scales
 
-# The same objects each time: jit compares them. Zoom takes twice as long to compile.
+# One object each, because jit compares them. Zoom takes twice as long to compile.
 ZOOM = optax.lbfgs()
 BACKTRACKING, WITH_GRADIENT = (
     optax.lbfgs(linesearch=optax.scale_by_backtracking_linesearch(15, store_grad=store))
@@ -35,7 +35,7 @@ PAIR = jnp.asarray([2.0, 1.0], jnp.float32)
 
 
 def loss_fn(p, x=X, y=Y):
-    """Least squares; the product is in half wherever the params are, and at O1."""
+    """Returns the mean squared error. The matmul has the dtype of the params."""
     product = x.astype(p["w"].dtype) @ p["w"]
     return 0.5 * ((wide(product) - y) ** 2).mean()
 
@@ -52,7 +52,7 @@ def search_step(state, *args, loss_fn=loss_fn, **options):
 step = jax.jit(search_step, static_argnames="loss_fn")
 
 
-# Oracles in float64: the minimum in closed form, and the loss
+# Oracles in float64: the loss and its minimum in closed form
 def exact_loss(w):
     residual = np.float64(X) @ np.asarray(w, np.float64) - Y
     return 0.5 * (residual**2).mean()
@@ -76,12 +76,12 @@ def test_lbfgs_reaches_the_minimum(name):
         state, loss = step(state)
     assert state.step + state.skipped_steps == 16
     assert state.skipped_steps <= (6 if level == "O2" else 0)
-    # The rounding of half moves the minimum, and the loss grows by its square.
+    # Rounding to half moves the minimum, so the loss grows by the square of the move.
     masters = jamp.master_params(state)["w"]
     assert exact_loss(masters) - exact_loss(BEST) < above
     np.testing.assert_allclose(loss, exact_loss(BEST), rtol=0.05)
     assert_same_bits(state.params["w"], masters.astype(state.params["w"].dtype))
-    if level == "O2":  # a step that overflows is skipped, search and all
+    if level == "O2":  # an overflow skips the step with its search
         before = with_scales(state, 2.0**24)
         after, _ = step(before)
         assert_skipped(after, before)
@@ -89,7 +89,7 @@ def test_lbfgs_reaches_the_minimum(name):
 
 
 def test_trial_points_may_overflow():
-    # The start fits a scale of 2^16; a step of 1 along the gradient does not.
+    # The start fits a scale of 2^16, but a step of 1 along the gradient does not.
     curvature = jnp.asarray([10.0, 3.0, 40.0], jnp.float32)
     target = jnp.asarray([0.25, -0.5, 0.75], jnp.float32)
 
@@ -108,7 +108,7 @@ def test_trial_points_may_overflow():
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_at_the_masters_it_is_the_scaled_gradient_unscaled(level):
+def test_a_closure_equals_the_unscaled_gradient(level):
     state = make(level, START, loss_scale=2.0**8)
 
     @jax.jit
@@ -123,7 +123,7 @@ def test_at_the_masters_it_is_the_scaled_gradient_unscaled(level):
     (loss, tree), expected, pulled = both(state, at)
     assert (loss.dtype, loss.shape, tree["w"].dtype) == (jnp.float32, (), jnp.float32)
     assert_rounded_alike((loss, tree), expected)
-    # Its derivative is multiplied as any other.
+    # vjp multiplies the derivative by the cotangent.
     np.testing.assert_array_equal(pulled["w"], -2 * tree["w"])
     half = "float32" if level == "O0" else "float16"
     value_fn = jamp.closure(loss_fn)(state)
@@ -140,7 +140,7 @@ def joint(p):
     return loss_fn(p["a"]) + (wide(p["b"]["w"]) ** 2).sum()
 
 
-def test_one_group_of_several_is_searched():
+def test_a_search_moves_one_group_of_several():
     begun, searches = pair(), functools.partial(search_step, loss_fn=joint, wrt="a")
     state, losses = lax.scan(lambda s, _: searches(s), begun, length=16)
     masters = jamp.master_params(state)["a"]["w"]
@@ -150,7 +150,7 @@ def test_one_group_of_several_is_searched():
     assert state.skipped_steps["b"] == 0
 
 
-def test_other_leaves_than_floats_come_from_the_state():
+def test_leaves_other_than_floats_come_from_the_state():
     tree = {"w": jnp.zeros(2, jnp.float32), "n": jnp.asarray([3, 4]), "none": None}
 
     def look(p, *, times):
@@ -161,11 +161,11 @@ def test_other_leaves_than_floats_come_from_the_state():
     value_fn = jamp.closure(look, has_aux=True)(state, times=2.0)
     loss, grads = jax.value_and_grad(value_fn)({"w": PAIR, "n": None, "none": None})
     assert (loss, grads["w"].tolist()) == (20, [6, 8])
-    # Clamped, as in a step.
+    # Params beyond half are clamped, as in a step.
     assert value_fn({"w": 1e6 * PAIR, "n": None, "none": None}) == 2 * 7 * 65504.0
 
 
-def test_a_closure_is_for_one_group_that_is_there():
+def test_a_closure_needs_one_existing_group():
     for state, wrt, words in (
         (pair(), None, r"one group: pass wrt=key, one of \['a', 'b'\]; got wrt=None"),
         (pair(), "z", r"wrt='z': 'z' is not one of the groups"),

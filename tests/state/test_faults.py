@@ -1,4 +1,4 @@
-"""A run survives faults, or raises."""
+"""Test that a run survives interrupts and JAX's debugging flags, or raises."""
 
 import jax
 import jax.numpy as jnp
@@ -60,13 +60,13 @@ def under(context):
 def debug_nans():
     with jax.debug_nans(True):
         assert_same_bits(step(make()), AFTER)
-        after = jax.jit(step)(AFTER, X * np.inf)  # the outputs have no NaN
+        after = jax.jit(step)(AFTER, X * np.inf)  # outputs no NaN
         assert after.last_step_skipped
         infinite = jax.tree.map(lambda p: jnp.full_like(p, np.inf), PARAMS)
-        # The check makes NaN of infinity, but shows none.
+        # The check turns infinity into NaN, but does not return it.
         assert AFTER.apply_gradients(grads=infinite).last_step_skipped
         overflows = jamp.scaled_grad(lambda p: p["w"].sum() * np.inf)
-        for grads in (overflows, jax.jit(overflows)):  # they return NaN
+        for grads in (overflows, jax.jit(overflows)):
             with pytest.raises(FloatingPointError):
                 grads(AFTER)
         with pytest.raises(FloatingPointError):
@@ -98,10 +98,10 @@ def ones_step(state):
 
 @pytest.mark.h200
 @pytest.mark.parametrize(
-    "tx, traffic",  # masters, moments and half params are read and written
+    "tx, traffic",  # bytes of masters, moments and half params
     [(SGD, 8 + 8 + 4), (jamp.optimizers.fused_adam(1e-3), 8 + 16 + 4)],
 )
-def test_more_elements_than_int32_counts(tx, traffic):
+def test_a_leaf_may_have_more_elements_than_int32_counts(tx, traffic):
     state = shape_of({"w": (2**31 + 1,)}, tx)
     program = h200.compile_step(ones_step, state, donate=(0,))
     per_param = program.traffic / (2**31 + 1)

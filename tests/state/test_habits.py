@@ -1,4 +1,4 @@
-"""Habits of published scripts with plain Flax, optax and pmap, at O2."""
+"""Test habits of published Flax, optax and pmap scripts at O2."""
 
 import functools
 import re
@@ -118,7 +118,7 @@ def nnx_scanned():
 
 
 def other_tx(level="O2", **kwargs):
-    """Sets another rate, whose steps are below half a unit of the half weight."""
+    """Sets a rate whose steps are below half an ulp of the half weight."""
     slow = optax.sgd(1e-5)
     state = make(level=level, **kwargs).replace(tx=slow)
     state = state.replace(tx=state.tx, apply_fn=MODEL.apply)
@@ -129,7 +129,7 @@ def other_tx(level="O2", **kwargs):
 
 
 def looks_ahead():
-    """Does as the error of `optax.lookahead` says."""
+    """Follows the error message about `optax.lookahead`."""
     state = jax.jit(step)(make(slow={"kernel": W}))[0]
     slow = optax.incremental_update(jamp.master_params(state), state.slow, 0.5)
     state = state.replace(params=slow, slow=slow)
@@ -179,7 +179,7 @@ def wide(state):
     return np.asarray(jamp.master_params(state)["kernel"])
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # pmap warns of itself
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of pmap
 @pytest.mark.parametrize("habit", RIGHT)
 def test_what_is_right(habit):
     state, expected = RIGHT[habit]()
@@ -188,8 +188,8 @@ def test_what_is_right(habit):
     assert half.dtype == np.float16 and (half == wide(state).astype(half.dtype)).all()
 
 
-def test_another_transformation_keeps_what_the_old_one_kept():
-    """Remainders stay, and so do the masters of each group."""
+def test_replacing_tx_keeps_the_masters():
+    """Remainders and the masters of each group stay."""
     state, expected = other_tx("O5", store_remainder=True, loss_scale=None)
     np.testing.assert_array_equal(wide(state), expected)
     weights = {"a": jnp.ones(2), "b": jnp.ones(2)}
@@ -204,7 +204,7 @@ def test_another_transformation_keeps_what_the_old_one_kept():
         state.replace(tx=SGD)
 
 
-# The call, and the error, whose message says what to write.
+# The call and its error, which says what to write.
 RAISES = {
     "`TrainState.create`": (
         lambda: jamp.AmpState.create(apply_fn=MODEL.apply, params=W, tx=SGD),
@@ -310,7 +310,7 @@ def reads_a_model_from_outside():
     jamp.nnx.scaled_grad(lambda _: nnx_loss(model))(model, optimizer)
 
 
-# The call, and words of the warning.
+# The call and its warning.
 SCALED, CONSTANT = "jamp.scaled_grad", "does not depend on the params"
 WARNS = {
     "`nnx.value_and_grad` left in": (nnx_grad_left_in, SCALED),
@@ -328,7 +328,7 @@ def test_what_warns(habit):
         call()
 
 
-# A trace shows gradients that were made without the loss scale.
+# Gradients without the loss scale
 
 
 def by(apply_fn):
@@ -394,8 +394,8 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_others_do_not(name):
-    """They do not warn after a step of the same program moved the scale either."""
+def test_other_gradients_do_not_warn(name):
+    """There is no warning either after the same program moved the scale."""
     grads_of, levels = OTHERS[name]
 
     @jax.jit

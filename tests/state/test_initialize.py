@@ -1,4 +1,4 @@
-"""`jamp.initialize`: the states that it builds, its errors and its report."""
+"""Test `jamp.initialize`: states, errors, warnings and the report."""
 
 import functools
 from typing import Any, NamedTuple
@@ -46,7 +46,7 @@ def test_a_fresh_state(level):
     if level != "O3":
         rounded["BatchNorm_0"] = params()["BatchNorm_0"]
     assert_same_bits(state.params, rounded)
-    # Masters are what was given, before any rounding; O3 has nothing better.
+    # Masters are the given params before rounding. O3 has none.
     wide = jax.tree.map(np.float32, rounded) if level == "O3" else params()
     assert_same_bits(jamp.master_params(state), wide)
     moments = [x.dtype for x in jax.tree.leaves(state.opt_state) if x.ndim]
@@ -58,7 +58,7 @@ def test_a_fresh_state(level):
     assert isinstance(state, jamp.AmpState) and isinstance(state, TrainState)
 
 
-def test_the_properties_are_those_of_the_level_and_its_overrides():
+def test_a_state_has_the_properties_of_its_level_and_overrides():
     casts = dict(cast_model_type=jnp.bfloat16, keep_batchnorm_fp32="False")
     others = dict(master_weights=False, loss_scale="8.0", keep_fp32=["Dense_0"])
     patches = dict(patch_functions=False, lists=LISTS, promote="narrowest")
@@ -74,16 +74,16 @@ def test_the_properties_are_those_of_the_level_and_its_overrides():
 def test_no_leaf_is_weakly_typed(level):
     weak = {"a": jnp.asarray(1.0), "b": jnp.asarray([2.0]), "c": 3.0, "d": np.ones(2)}
     state = make(level, weak, num_losses=2, ema=jnp.asarray(1.0), epoch=0)
-    assert jnp.asarray(1.0).weak_type  # or the test shows nothing
+    assert jnp.asarray(1.0).weak_type
     assert not any(x.weak_type for x in jax.tree.leaves(state))
-    half = HALF.get(level, jnp.float32)  # NumPy's default float64, too
+    half = HALF.get(level, jnp.float32)  # also for NumPy's default float64
     assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype(half)}
 
 
 @pytest.mark.parametrize("level", ["O0", "O2"])
 @pytest.mark.parametrize("array", [jnp.asarray, np.asarray], ids=["jax", "numpy"])
-def test_every_array_of_a_state_is_its_own(level, array):
-    """Donation is safe with tied leaves, and with moments that are params."""
+def test_a_state_shares_no_array(level, array):
+    """Tied leaves, and moments that are params, must be copied for donation."""
     dense = {"kernel": array(np.full(64, 0.1, np.float32)), "n": array(np.arange(64))}
     tree = {"Dense_0": dense, "Dense_1": dense, "BatchNorm_0": {"scale": array(1.0)}}
     tx = optax.GradientTransformation(
@@ -101,7 +101,7 @@ def test_disabled_leaves_everything_as_it_is(level):
     def loss_fn(p):
         return sum((x * x.dtype.type(3)).sum().astype("f4") for x in p.values())
 
-    # Warnings are errors here: it has nothing to say about other arguments either.
+    # A warning about the other arguments would be an error.
     tree = {"w": np.ones(2, np.float32), "half": np.ones(2, np.float16)}
     state = make(level, tree, optax.sgd(0.5), enabled=False, min_loss_scale=1.0)
     assert_same_bits(state.params, tree)
@@ -177,7 +177,7 @@ TYPOS = (
 )
 
 
-def test_an_undeclared_keyword_is_a_type_error_that_shows_the_declaration():
+def test_an_undeclared_keyword_error_shows_the_declaration():
     for typo, keyword in map(str.split, TYPOS.split(",")):
         with pytest.raises(TypeError, match=f"{typo!r}. Did you mean {keyword!r}"):
             make(**{typo: 1})
@@ -223,7 +223,7 @@ def test_verbosity_prints_nothing_one_line_or_the_report_of_apex(capsys):
         assert [line for line in out.splitlines() if line] == expected and not err
     make()
     make(verbosity=1, enabled=False)
-    assert capsys.readouterr() == ("", "")  # elsewhere: test_many_hosts
+    assert capsys.readouterr() == ("", "")
     lines = [
         "jamp O1: float32 params, autocast to float16, dynamic loss scale",
         "jamp O6: bfloat16 params, float32 BatchNorm, float32 masters, fp8 matmuls, "
@@ -287,7 +287,7 @@ def test_groups_keep_their_container(pack):
     after = jamp.master_params(state.apply_gradients(grads=ones))
     moved = pack([jax.tree.map(lambda x: x - 0.5, params()), {"w": W["w"] - 1}])
     assert_same_bits(after, moved)
-    # With one transformation they are one model.
+    # One transformation for all makes one group.
     state = make("O2", trees)
     assert jax.tree.structure(state.params) == jax.tree.structure(trees)
     assert state.skipped_steps.shape == ()
@@ -302,7 +302,7 @@ SCALES = [
     ({"loss_scale": DYNAMIC(2.0, window=5)}, DYNAMIC(2.0, window=5), 2.0),
     (FLOOR_AND_CEILING, DYNAMIC(min_scale=16.0, max_scale=2.0**20), 2.0**16),
     ({"min_loss_scale": 2.0**18}, DYNAMIC(2.0**18, min_scale=2.0**18), 2.0**18),
-    # A floor of 0 is none.
+    # A floor of 0 sets no floor.
     ({"min_loss_scale": 0}, DYNAMIC(min_scale=0), 2.0**16),
 ]
 
@@ -316,7 +316,7 @@ def test_one_rule_per_loss(losses):
         assert state.loss_scale == ((first,) * losses if losses > 1 else first)
 
 
-# A level, options, and what the warning says of them.
+# A level, options, and the warning.
 UNUSED = [
     (
         *("O2", {"loss_scale": rule, f"{end}_loss_scale": value}),
@@ -336,7 +336,7 @@ UNUSED += [
 
 
 @pytest.mark.parametrize("level, options, words", UNUSED)
-def test_an_option_without_effect_is_told_with_the_reason(level, options, words):
+def test_an_option_without_effect_warns_with_the_reason(level, options, words):
     with pytest.warns(jamp.UnusedOptionWarning, match=words):
         state = make(level, **options)
     assert state.loss_scale == (2.0 if "loss_scale" in options else 1.0)

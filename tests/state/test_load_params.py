@@ -1,4 +1,4 @@
-"""`replace(params=...)` and `load_params`, in NNX too."""
+"""Test `replace(params=...)` and `load_params`, also in NNX."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def tree(value=0.1):
 
 
 def begun(level, tx=STILL, params=None):
-    """Returns a state after a step: moments and counters are not zero."""
+    """Returns a state after a step, so that moments and counters are not zero."""
     params = tree() if params is None else params
     return stepped(make(level[:2], params, tx, store_remainder=level == SPLIT))
 
@@ -67,7 +67,7 @@ def test_loaded_params_take_the_dtypes_of_the_level(level):
 
 
 @pytest.mark.parametrize("level", ["O2", "O5", SPLIT])
-def test_half_params_that_stay_the_same_keep_their_masters(level):
+def test_unchanged_half_params_keep_their_masters(level):
     state = begun(level, params={"w": jnp.asarray([0.1, 0.3, -0.7])})
 
     @jax.jit
@@ -78,11 +78,11 @@ def test_half_params_that_stay_the_same_keep_their_masters(level):
     masters = jamp.master_params(clipped(state, state.params["w"][0] * 2))["w"]
     limit = np.float32(rounded(np.float32(0.1), level)) * 2
     assert masters.tolist() == [np.float32(0.1), limit, -limit]
-    again = state.replace(params={**state.params})  # by identity, without a compare
+    again = state.replace(params={**state.params})  # compares by identity
     assert again.opt_state.masters["w"] is state.opt_state.masters["w"]
 
 
-def test_params_beside_an_opt_state_and_shapes_are_set_as_given():
+def test_params_with_an_opt_state_or_shapes_are_set_unchanged():
     state, other = begun("O2"), begun("O2", params=tree(7.0))
     both = state.replace(params=other.params, opt_state=state.opt_state)
     assert both.params is other.params and both.opt_state is state.opt_state
@@ -103,7 +103,7 @@ def test_one_of_several_groups_is_loaded():
         assert optax.tree.get(anew.opt_state[key], "count") == 0
 
 
-def test_the_optimizer_begins_anew_at_the_masters_of_the_same_params():
+def test_resetting_the_optimizer_keeps_the_masters():
     state = begun("O2")
     anew = state.load_params(state.params, reset_optimizer=True)
     assert_same_bits(anew.opt_state, make("O2", tree(), STILL).opt_state)
@@ -111,7 +111,7 @@ def test_the_optimizer_begins_anew_at_the_masters_of_the_same_params():
     assert jax.tree.structure(stepped(anew)) == jax.tree.structure(anew)
 
 
-def test_donating_a_loaded_state_leaves_the_params_that_were_given():
+def test_donating_a_loaded_state_keeps_the_given_params():
     state, new = begun("O2"), tree(0.7)
     for given in (new, jax.tree.map(lambda x: x.astype(jnp.float16), new)):
         loaded = jax.tree.map(jnp.copy, state).replace(params=given)
@@ -195,8 +195,8 @@ def test_nnx_update_with_float32_says_what_to_write():
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("before", [optax.sgd(0.1), None], ids=["another", "none"])
-def test_another_optimizer_begins_as_in_a_new_state(level, before):
-    """Also where there was none, and so no masters."""
+def test_another_optimizer_starts_like_in_a_new_state(level, before):
+    """The state before may have no optimizer, and so no masters."""
     options = {"store_remainder": level == SPLIT and before is not None}
     tx = optax.sgd(0.1, momentum=0.9)
     state = make(level[:2], tree(), before, **options).replace(tx=tx)
@@ -206,7 +206,7 @@ def test_another_optimizer_begins_as_in_a_new_state(level, before):
     assert_same_bits(stepped(state).opt_state, stepped(new).opt_state)
 
 
-def test_an_optimizer_state_without_masters_is_refused_at_once():
+def test_an_optimizer_state_without_masters_is_refused():
     state, tx = make("O2", tree(), STILL), optax.sgd(0.1, momentum=0.9)
     with pytest.raises(TypeError, match=r"replace\(tx=tx\)\.load_params"):
         state.replace(tx=tx, opt_state=tx.init(state.params))

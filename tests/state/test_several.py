@@ -1,4 +1,4 @@
-"""Several models, optimizers and losses, exactly: after apex's own test of them."""
+"""Test several models, optimizers and losses exactly, like apex's own test."""
 
 import dataclasses
 import itertools
@@ -17,13 +17,13 @@ import jamp
 from tests.oracles import loss_scale
 from tests.support.states import like, make, wide, with_scales
 
-# Everything that a state holds, after every step
+# The whole state after every step
 
 
 class Setup(NamedTuple):
-    """The models of each group; of each loss the models, and the groups it trains.
+    """The models of each group and of each loss, and the groups that a loss trains.
 
-    `pack` makes a container of groups; None where there is one.
+    `pack` makes the container of groups, or is None for a single group.
     """
 
     groups: tuple[str, ...]
@@ -39,7 +39,7 @@ class Setup(NamedTuple):
         return values[0] if self.pack is None else self.pack(values)
 
     def of(self, tree: Any) -> list[Any]:
-        """The groups of a container."""
+        """Returns the groups of a container."""
         return [tree] if self.pack is None else [tree[key] for key in self.keys]
 
 
@@ -50,8 +50,8 @@ def named(values: Sequence[Any]) -> dict[str, Any]:
     return dict(zip(NAMES, values, strict=True))
 
 
-# Those of two losses are named as in apex, tests/L0/run_amp/
-# test_multiple_models_optimizers_losses.py; the others are ours.
+# The cases of two losses have the names of apex's tests/L0/run_amp/
+# test_multiple_models_optimizers_losses.py.
 CASES = {
     "2 models, 2 losses, 1 optimizer": Setup(("ab",), ("a", "b"), ((0,), (0,))),
     "2 models, 2 losses, 2 optimizers": Setup(
@@ -79,7 +79,7 @@ def weights(setup: Setup) -> dict[str, np.ndarray]:
 
 
 def first_scales(setup: Setup, shared: bool) -> list[float]:
-    """As apex's tests: they begin at 4, 16 and so on; or one is shared."""
+    """Returns the scales of apex's tests: 4, 16 and so on, or one shared."""
     return [4.0] if shared else [4.0 ** (i + 1) for i in range(len(setup.losses))]
 
 
@@ -136,7 +136,7 @@ def begin(setup: Setup, shared: bool, level: str) -> Any:
 
 
 def step_of(setup: Setup, shared: bool) -> Any:
-    """A step; `bad`, of each loss, is added to a gradient of its first model."""
+    """Returns a step. It adds `bad` of each loss to a gradient of its first model."""
 
     def loss_fn(params, ring, bad):
         models = {k: model for group in setup.of(params) for k, model in group.items()}
@@ -149,7 +149,7 @@ def step_of(setup: Setup, shared: bool) -> Any:
         grads, ids = [], [0 if shared else i for i in range(len(setup.losses))]
         for i, ring in enumerate(setup.losses):
             covered = tuple(setup.keys[g] for g in setup.covers[i])
-            # All three forms of `wrt`: all groups, one, and some.
+            # `wrt` may be None for all groups, one key, or several.
             wrt = {1: covered[0], len(setup.groups): None}.get(len(covered), covered)
             backward = jamp.scaled_grad(loss_fn, loss_id=ids[i], wrt=wrt)
             tree = backward(state, ring, bad[i])
@@ -163,7 +163,7 @@ def step_of(setup: Setup, shared: bool) -> Any:
 
 
 def assert_state(state: Any, results: list[Any], setup: Setup) -> None:
-    """All is as in the plain runs, of which there is one for each state of a batch."""
+    """Checks a batch of states against their plain runs."""
     w, trace, counted, scales = zip(*results, strict=True)
     steps, skipped, last = zip(*counted, strict=True)
     masters, moments = jamp.master_params(state), state.opt_state
@@ -188,7 +188,7 @@ def assert_state(state: Any, results: list[Any], setup: Setup) -> None:
             np.testing.assert_array_equal(getattr(scale, name), wanted, name)
 
 
-# Each trace takes seconds: the levels take turns, and test_amp_state has them all.
+# A trace takes seconds, so each case has one level. test_amp_state covers all levels.
 TURNS = zip(itertools.product(CASES, (False, True)), itertools.cycle(LEVELS))
 
 
@@ -196,7 +196,7 @@ TURNS = zip(itertools.product(CASES, (False, True)), itertools.cycle(LEVELS))
     "name, shared, level", [(*case, level) for case, level in TURNS]
 )
 def test_skipped_steps_are_left_out_of_a_plain_run(name, shared, level):
-    """Whichever losses overflow in the first two of three iterations."""
+    """Tests all combinations of losses that overflow in the first two iterations."""
     setup = CASES[name]
     losses = len(setup.losses)
     flags = np.array(list(itertools.product((False, True), repeat=2 * losses)))
@@ -205,7 +205,7 @@ def test_skipped_steps_are_left_out_of_a_plain_run(name, shared, level):
     runs = [list(plain_run(setup, shared, x)) for x in flags]
     state, batch = begin(setup, shared, level), len(flags)
     state = jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape)), state)
-    # Traced once, and run operation by operation: to compile it takes longer.
+    # Runs operation by operation, because compiling the trace takes longer.
     step = jax.vmap(step_of(setup, shared))
     run = jaxpr_as_fun(jax.make_jaxpr(step)(state, bad[:, 0]))
     for i in range(3):
@@ -229,16 +229,16 @@ def test_half_leaves_sum_their_losses_in_fp32_with_and_without_masters(level):
     rows = enumerate((1.0, 2048.0))
     grads = [jamp.scaled_grad(loss_fn, loss_id=i)(state, x) for i, x in rows]
     after = state.apply_gradients(grads=grads, loss_id=(0, 1))
-    # float16 knows no 2049.
+    # float16 cannot hold 2049.
     for leaf in after.params.values():
         assert (np.float32(leaf) == -(2.0**-11)).all()
 
 
-# Which groups skip, and whose scale moves
+# Skips of groups, and the movement of scales
 
 
 def slope(p, x):
-    """A loss whose gradient is `x`, for one group or several."""
+    """Returns a loss whose gradient is `x`, for one group or several."""
     return sum((wide(w) * x).sum() for w in jax.tree.leaves(p))
 
 
@@ -251,7 +251,7 @@ def test_a_group_that_no_loss_covers_remembers_its_skip():
     assert [int(n) for n in state.skipped_steps] == [0, 1]
     assert [bool(b) for b in state.last_step_skipped] == [False, True]
     assert (state.step, state.loss_scales[0].consecutive_skips) == (2, 0)
-    # Plain trees, one for each group, go together.
+    # apply_gradients takes one plain tree per group.
     assert state.apply_gradients(grads=[like(tree, 0.5)] * 2).step == 3
 
 
@@ -265,8 +265,8 @@ def step_of_losses(state, slopes):
     return state.apply_gradients(grads=grads, loss_id=ids)
 
 
-# By hand: losses, window, one scale or each its own; then the losses that overflow in
-# each step, and scale and clean passes of each scale after it. All begin at 4.
+# The number of losses, the window, and whether they share a scale, which starts at 4.
+# Then, for each step, the losses that overflow, and the scale and count of each scale.
 WINDOWS = [
     (2, 4, True, [((), 4, 2), ((), 8, 0), ((), 8, 2), ((), 16, 0)]),
     (2, 3, True, [((), 4, 2), ((), 8, 1), ((), 16, 0), ((), 16, 2)]),  # amid a step
@@ -286,7 +286,7 @@ def losses_on(losses, shared=True, **kwargs):
 
 @pytest.mark.parametrize("losses, window, shared, steps", WINDOWS)
 def test_a_window_counts_backward_passes(losses, window, shared, steps):
-    # apex_semantics 4.5: so with k losses on one scale it takes window / k steps.
+    # apex_semantics 4.5: with k losses on one scale, a window takes window / k steps.
     rule = jamp.DynamicLossScale(4.0, window=window)
     state = losses_on(losses, shared, tx=optax.sgd(0.5), loss_scale=rule)
     moved = 0

@@ -1,4 +1,4 @@
-"""A long run with random overflows: nothing grows, one compilation, exact counters."""
+"""Test a long run with random overflows: memory, compilations and counters."""
 
 import collections
 import dataclasses
@@ -19,7 +19,8 @@ from tests.support.states import State, wide
 
 STEPS = int(os.environ.get("JAMP_SOAK", 40))
 EVERY = STEPS // 20
-WARM = STEPS // 10  # the buffers of the allocator and Python have their size by then
+WARM = STEPS // 10  # steps until the allocator's buffers have their size
+
 # At these scales only the bad batches overflow.
 SETTINGS = {"init_scale": 2.0**10, "window": 25, "min_scale": 2.0**4}
 SETTINGS |= {"max_scale": 2.0**12, "hysteresis": 2}
