@@ -16,7 +16,7 @@ from jamp._fp8.quantized import Of, quantize
 from tests.oracles import fp8 as oracle
 from tests.support.constructs import AROUND, custom_vjp, repeat
 from tests.support.near import distance
-from tests.support.programs import walk
+from tests.support.programs import equations, walk
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -46,18 +46,13 @@ def forward_of(state, fn):
     return jamp.cast_forward(fn, state.properties)
 
 
-def eqns(name, fn, *args):
-    found = walk(jax.make_jaxpr(fn)(*args).jaxpr)
-    return [e for e in found if e.primitive.name == name]
-
-
 def operand_dtypes(eqn):
     return [str(v.aval.dtype) for v in eqn.invars]
 
 
 def in_fp8(fn, *args):
     """Counts the matmuls in fp8."""
-    found = eqns("dot_general", fn, *args)
+    found = equations(fn, ["dot_general"], *args)
     return sum("float8_e4m3fn" in operand_dtypes(e) for e in found)
 
 
@@ -197,7 +192,8 @@ def test_wherever_products_run_in_half(level):
 
 
 def test_an_operand_of_several_products_is_quantized_once():
-    found = [e.params["of"] for e in eqns("quantize", STEP, state_of(TRANSFORMER), X)]
+    found = equations(STEP, ["quantize"], state_of(TRANSFORMER), X)
+    found = [e.params["of"] for e in found]
     # The inputs are h for q, k and v, and the attention for out.
     assert (found.count(Of.INPUT), found.count(Of.WEIGHT)) == (2, 4)
 
@@ -210,7 +206,7 @@ def test_gradients_of_weights_stay_half_or_are_reduced_in_float32():
     assert in_fp8(STEP, state, X) == 12
     differ = [distance(grads[name], grad) for name, grad in expected.items()]
     assert 0 < max(differ) <= 2**-8
-    backward = eqns("dot_general", STEP, state, X)
+    backward = equations(STEP, ["dot_general"], state, X)
     backward = [e for e in backward if "float8_e5m2" in operand_dtypes(e)]
     wide = [e.outvars[0].aval.dtype == jnp.float32 for e in backward]
     assert sum(wide) == 4  # gradients of the four weights
@@ -381,10 +377,14 @@ def test_a_weight_that_a_scan_shares_is_quantized_once(name):
     exact = [oracle.product(x, params["w"], g) for x, g in zip(xs, gs, strict=True)]
     # Rounding to bfloat16 in each trip would give an error of 2**-10.
     assert distance(grads["w"], sum(each["w"] for each in exact)) <= 2**-12
-    loops = [e.params["jaxpr"] for e in eqns("scan", step, state, (xs, gs))]
+    scans = equations(step, ["scan"], state, (xs, gs))
     of = [
-        {e.params["of"] for e in walk(loop) if e.primitive.name == "quantize"}
-        for loop in loops
+        {
+            e.params["of"]
+            for e in walk(scan.params["jaxpr"])
+            if e.primitive.name == "quantize"
+        }
+        for scan in scans
     ]
     again = {Of.INPUT} if name == "remat" else set()
     assert of == [{Of.INPUT}, {Of.COTANGENT} | again]

@@ -9,7 +9,7 @@ import pytest
 import jamp
 from jamp._autocast import rewrite, softmax
 from tests.support import constructs
-from tests.support.programs import results, walk
+from tests.support.programs import equations, results, walk
 
 # An odd number of rows tells activations from weights.
 ROWS, WIDTH = 7, 8
@@ -187,8 +187,7 @@ def test_a_scan_has_no_barriers():
 def test_a_norm_returns_its_inputs_dtype(name):
     """The relu and the shortcut after a norm read and save half."""
     fn = jamp.autocast(lambda w, x: nn.relu(NORMS[name](x @ w)) @ w)
-    eqns = walk(jax.make_jaxpr(fn)(W, X).jaxpr)
-    found = [e.outvars[0].aval for e in eqns if e.primitive.name == "max"]
+    found = [e.outvars[0].aval for e in equations(fn, ["max"], W, X)]
     assert [str(y.dtype) for y in found if y.shape == (ROWS, WIDTH)] == ["float16"]
 
 

@@ -13,7 +13,7 @@ import jamp
 from jamp._autocast import frames, sums
 from tests.support.constructs import AROUND, repeat
 from tests.support.near import assert_near
-from tests.support.programs import evaluate, walk
+from tests.support.programs import equations, evaluate
 
 N = 8
 rng = np.random.default_rng(0)
@@ -62,14 +62,9 @@ WRAPS = AROUND | {
 }
 
 
-def innermost(fn, *args):
-    found = walk(jax.make_jaxpr(fn)(*args))
-    return [e for e in found if e.primitive.name == "scan"][-1]
-
-
 def consts_and_body(fn):
     """Returns the innermost scan's number of constants, and its program."""
-    scan = innermost(fn, W, XS)
+    scan = equations(fn, ["scan"], W, XS)[-1]
     return frames.scan_counts(scan)[0], str(scan.params["jaxpr"])
 
 
@@ -235,7 +230,8 @@ def test_a_loop_that_adds_to_its_carry_keeps_the_small_steps(name):
 
 def carries(fn, *args, promote="narrowest"):
     """Returns the dtypes that the innermost scan carries."""
-    scan = innermost(jamp.autocast(fn, "bfloat16", promote=promote), *args)
+    cast = jamp.autocast(fn, "bfloat16", promote=promote)
+    scan = equations(cast, ["scan"], *args)[-1]
     _, count = frames.scan_counts(scan)
     found = [str(v.aval.dtype) for v in scan.outvars[:count]]
     return [dtype for dtype in found if dtype != "int32"]

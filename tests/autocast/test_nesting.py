@@ -13,7 +13,7 @@ from jax.interpreters import mlir
 import jamp
 from jamp._autocast import rewrite
 from tests.support.constructs import AROUND
-from tests.support.programs import products, results, walk
+from tests.support.programs import equations, products, results
 
 W = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)) / 3
 
@@ -177,7 +177,6 @@ def test_an_opaque_call_is_named_once():
 def test_the_advice_of_the_warning_works(rule, dtype):
     lists = jamp.AutocastLists().with_primitive("opaque", rule)
     cast = jamp.autocast(is_opaque, lists=lists)
-    jaxpr = jax.make_jaxpr(cast)(W).jaxpr  # without a warning, which is an error
-    (call,) = (e for e in walk(jaxpr) if e.primitive.name == "opaque")
+    (call,) = equations(cast, ["opaque"], W)  # a warning would be an error
     assert [str(v.aval.dtype) for v in call.invars] == [dtype]
     np.testing.assert_allclose(cast(W), is_opaque(W), atol=1e-2)

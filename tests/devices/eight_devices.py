@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import jamp
+from tests.support.programs import walk
 
 F32 = jnp.float32
 AXES = ("data", "model")
@@ -100,10 +101,6 @@ def start(params, tx, level, **fields):
 
 def collectives(jaxpr):
     """Returns the operands of all collectives in a program."""
-    found = []
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        if eqn.primitive.name.startswith(("psum", "pmin", "pmax", "all_", "reduce_sc")):
-            found += [v.aval for v in eqn.invars]
-        inside = jax.tree.leaves(list(eqn.params.values()))
-        found += [x for p in inside if hasattr(p, "eqns") for x in collectives(p)]
-    return found
+    names = ("psum", "pmin", "pmax", "all_", "reduce_sc")
+    found = [e for e in walk(jaxpr.jaxpr) if e.primitive.name.startswith(names)]
+    return [v.aval for eqn in found for v in eqn.invars]

@@ -12,7 +12,7 @@ import jamp
 from benchmarks import h200
 from tests.devices import test_many_devices_h200 as steps
 from tests.devices.eight_devices import AXES, mesh_of
-from tests.support.programs import FAST, walk
+from tests.support.programs import FAST, equations
 from tests.support.states import SGD, make
 
 F32, BF16 = jnp.float32, jnp.bfloat16
@@ -178,8 +178,7 @@ def test_calls_still_share_their_programs():
 
     def programs(reduce_dtype):
         state = make("O5", {"w": jnp.eye(4)}, SGD, reduce_dtype=reduce_dtype)
-        traced = jax.make_jaxpr(jamp.scaled_grad(stacked))(state, jnp.ones((2, 4)))
-        eqns = [e for e in walk(traced.jaxpr) if e.primitive.name == "jit"]
-        return len({id(e.params["jaxpr"]) for e in eqns})
+        calls = equations(jamp.scaled_grad(stacked), ["jit"], state, jnp.ones((2, 4)))
+        return len({id(call.params["jaxpr"]) for call in calls})
 
     assert programs("float32") == programs(None)

@@ -1,7 +1,6 @@
-"""Three small, real models that the tests train.
+"""Two small models that the tests train.
 
-Each takes an optional `dtype`. Without it, the model is the float32 model for jamp.
-With it, the model is mixed precision by hand.
+Without a `dtype`, a model is float32, for jamp. With one, it is mixed by hand.
 """
 
 from collections.abc import Sequence

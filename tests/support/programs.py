@@ -49,10 +49,15 @@ def is_product(equation: JaxprEqn) -> bool:
     return k != 1 and math.prod(lhs) * math.prod(rhs) != (b * k) ** 2
 
 
+def equations(fn: Callable, names: Sequence[str], *args: Any) -> list[JaxprEqn]:
+    """Returns the equations of these primitives, in all sub-programs."""
+    found = walk(jax.make_jaxpr(fn)(*args).jaxpr)
+    return [e for e in found if e.primitive.name in names]
+
+
 def results(fn: Callable, names: Sequence[str], *args: Any) -> list[str]:
-    """Returns the dtypes of the results of these operations, in all sub-programs."""
-    eqns = walk(jax.make_jaxpr(fn)(*args).jaxpr)
-    return [str(e.outvars[0].aval.dtype) for e in eqns if e.primitive.name in names]
+    """Returns the dtypes of the results of these primitives."""
+    return [str(e.outvars[0].aval.dtype) for e in equations(fn, names, *args)]
 
 
 def evaluate(fn: Callable, *args: Any) -> Any:
