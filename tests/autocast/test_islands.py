@@ -113,7 +113,7 @@ def test_a_derivative_is_in_half_where_its_function_is():
 
 
 AROUND = constructs.AROUND | {
-    "grad": lambda fn: lambda w, x: jax.grad(lambda w: fn(w, x).sum())(w),
+    "grad": lambda fn: lambda w, x: jax.grad(lambda w: fn(w, x).sum())(w)
 }
 
 

@@ -58,7 +58,7 @@ WRAPS = AROUND | {
         lambda w, xs: jax.lax.fori_loop(
             0, xs.astype(int)[0, 0, 0] + 2, lambda _, c: c + fn(w, xs), START
         )
-    ),
+    )
 }
 
 

@@ -28,10 +28,7 @@ pytestmark = pytest.mark.standard_promotion  # for optax.adam, here and in the p
 
 ADAM = optax.adam(1e-2)
 FUSED = jo.fused_adam(1e-2, weight_decay=0.1, max_grad_norm=1.0)
-RUNS = {
-    "O2 fused adam": FUSED,
-    "O5 optax adam": ADAM,
-}
+RUNS = {"O2 fused adam": FUSED, "O5 optax adam": ADAM}
 
 GOOD = np.float32(np.random.default_rng(0).normal(size=(4, 3)))
 BAD = GOOD * np.float32(np.inf)

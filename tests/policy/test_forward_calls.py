@@ -10,11 +10,7 @@ import pytest
 from flax.core import FrozenDict
 
 import jamp
-from tests.policy.forward_models import (
-    TOKENS,
-    dtypes,
-    normal,
-)
+from tests.policy.forward_models import TOKENS, dtypes, normal
 from tests.support.bits import assert_same_bits
 
 # Flax itself promotes: half inputs meet BatchNorm's float32 parameters.

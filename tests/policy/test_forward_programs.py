@@ -138,8 +138,7 @@ def test_nnx_attention_runs_at_o2_on_the_cpu():
 
 
 @pytest.mark.parametrize(
-    "norm, level",
-    [(nn.LayerNorm, "O2"), (functools.partial(nn.GroupNorm, 2), "O5")],
+    "norm, level", [(nn.LayerNorm, "O2"), (functools.partial(nn.GroupNorm, 2), "O5")]
 )
 def test_a_norm_is_rounded_once(norm, level):
     half = jnp.dtype(HALF[level])

@@ -251,11 +251,7 @@ ROWS = [
     ({"params": NORM, "batch_stats": STATS}, KEEP, "params batch_stats"),
     (HAIKU, KEEP | {"batch_stats": HAIKU_STATE}, "net/norm1"),
     (HEADED, {"keep_fp32": re.compile(r"^head/kernel$")}, "head/kernel"),
-    (
-        HEADED,
-        {"keep_fp32": ["head/bias", r"Dense_\d+/bias"]},
-        "head/bias Dense_0/bias",
-    ),
+    (HEADED, {"keep_fp32": ["head/bias", r"Dense_\d+/bias"]}, "head/bias Dense_0/bias"),
     (HEADED, {"keep_fp32": is_dense_kernel}, "Dense_0/kernel"),
     ([ones(2), (None, {"x": np.ones(())}), {}], {}, ""),
     (NETWORK, KEEP | {"keep_fp32": "Conv_0/b"}, f"{NETWORK_KEPT} Conv_0/bias"),

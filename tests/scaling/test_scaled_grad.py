@@ -13,14 +13,7 @@ from jax import lax
 
 import jamp
 from tests.support.bits import assert_same_bits
-from tests.support.states import (
-    RUNNING,
-    all_nan,
-    make,
-    params,
-    wide,
-    with_scales,
-)
+from tests.support.states import RUNNING, all_nan, make, params, wide, with_scales
 
 
 def loss_fn(p, x):

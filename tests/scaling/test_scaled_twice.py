@@ -59,10 +59,7 @@ WRONG = {
         lambda s: OLDER.backward(OLDER.init(HALF), lambda p: scaled(s, p)),
         RETURN,
     ),
-    "scaled twice": (
-        lambda s: own(s, lambda p: jamp.scale_loss(scaled(s, p), s)),
-        ONE,
-    ),
+    "scaled twice": (lambda s: own(s, lambda p: jamp.scale_loss(scaled(s, p), s)), ONE),
     "unscale of scaled_grad": (
         lambda s: jamp.unscale(grads_of(loss_fn)(s), s),
         UNSCALE,
