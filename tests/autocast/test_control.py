@@ -66,7 +66,7 @@ def test_a_half_function_runs_in_half_what_the_lists_keep_in_float32():
     assert exponential.__name__ == "exp"
     fns = jamp.autocast(exponential), jamp.autocast(jnp.exp), exponential
     assert [bool(jnp.isinf(fn(jnp.float32(12)))) for fn in fns] == [True, False, False]
-    softmax, logits = jax.nn.log_softmax, jnp.array([0.0, 1e-4])  # in a list by name
+    softmax, logits = jax.nn.log_softmax, jnp.array([0.0, 1e-4])  # the lists name it
     in_half = jamp.autocast(jamp.half_function(softmax))(logits)
     assert in_half[0] != jamp.autocast(softmax)(logits)[0]
 

@@ -1,4 +1,4 @@
-"""Test matmuls in fp8: which run so, their accuracy, and JAX's transformations."""
+"""Test fp8 matmuls: which ones, their accuracy, and JAX's transformations."""
 
 import functools
 
@@ -67,7 +67,7 @@ def why(fn, state, *args):
 
 def layers(params, x, then=lambda y: y):
     """Multiplies `x` by `w`, applies `then`, and multiplies by `last`."""
-    first = x * params["one"]  # an activation: a param is in it
+    first = x * params["one"]  # an activation, because it depends on a param
     return then(first @ params["w"]) @ params["last"]
 
 
@@ -311,7 +311,7 @@ def test_disable_fp8_around_a_call():
     assert first != second == evaluate(plain, X)
 
 
-# ---- what JAX does with programs
+# ---- JAX's transformations
 
 
 def block(h, w):

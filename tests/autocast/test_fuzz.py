@@ -18,7 +18,7 @@ from tests.support.extent import more
 from tests.support.programs import evaluate
 from tests.support.random_programs import EVERY, is_smooth, program, run
 
-ERROR = {"float16": 0.01, "bfloat16": 0.08}  # of values of a few units
+ERROR = {"float16": 0.01, "bfloat16": 0.08}  # for values of order 1
 SAMPLE, CHUNK, CHUNKS = 12, 100, 100
 LAYERED, LAYERED_CHUNKS = 1000, 20
 

@@ -29,7 +29,7 @@ def test_a_graph_finds_readers_needs_and_ancestors():
     graph = graph_of(diamond, HALF)
     (wide,), (left,) = graph.eqns[0].outvars, graph.eqns[1].outvars
     assert graph.readers_of([wide]) == {1, 2}
-    assert graph.readers_of([wide, left]) == {1, 2, 3, 5}  # 5 is the outputs'
+    assert graph.readers_of([wide, left]) == {1, 2, 3, 5}  # 5: the outputs
     assert [sorted(needs) for needs in graph.needs] == [[], [0], [0], [1, 2], [3]]
     assert graph.ancestors([left]) == {0, 1}
     assert [graph.has_gradient(i) for i in (0, 5)] == [True, False]

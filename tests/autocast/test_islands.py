@@ -66,7 +66,7 @@ def test_the_backward_pass_keeps_half_and_gives_the_same(name, platform, monkeyp
     found = kept(jamp.autocast(lambda w, x: fn(w, x * 1)))
     assert ((ROWS, WIDTH), "float32") not in found, found
 
-    x = jnp.abs(X)  # in the masked softmax no row is empty
+    x = jnp.abs(X)  # leaves no row of the masked softmax empty
     grad = jax.grad(lambda w, x: jamp.autocast(fn)(w, x).sum(), (0, 1))
     found = grad(W, x)
     monkeypatch.setattr(rewrite, "checkpoint_islands", lambda jaxpr, *_: jaxpr)

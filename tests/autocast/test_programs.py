@@ -208,7 +208,7 @@ def test_a_derivative_keeps_the_plain_name_stacks():
     assert any("outer" in where for where in stacks(layers))
 
 
-# ---- what is returned: arrays of the plain function's dtypes and weak types
+# ---- results: arrays with the plain function's dtypes and weak types
 
 
 X = jnp.arange(4.0)

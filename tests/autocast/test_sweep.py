@@ -84,7 +84,7 @@ def check(name: str, modes: list = MODES) -> list[str]:
         right, results = evaluate(run, *args)
     except Exception as error:
         return [*said, f"{type(error).__name__}: {error}"[:300]]
-    # Without a product, nothing may change.
+    # Without a matmul, nothing may change.
     exact = not products_of(jax.make_jaxpr(fn)(*args).jaxpr)
     for mode, result in zip(casts, results, strict=True):
         said += [f"{' '.join(mode)}: {e}" for e in differences(result, right, exact)]

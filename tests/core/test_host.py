@@ -50,7 +50,7 @@ def test_a_transfer_guard_stops_none_of_our_constants(level):
     with jax.transfer_guard("disallow"):
         assert_same_bits(run(level, tx), expected)
         with pytest.raises(Exception, match=DISALLOWED):
-            jnp.zeros(3)  # it is on again
+            jnp.zeros(3)  # the guard is on again
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
@@ -76,7 +76,7 @@ def test_it_guards_the_loss_and_the_optimizer_of_the_user(level):
         with jax.transfer_guard("disallow"), pytest.raises(Exception, match=DISALLOWED):
             call()
     with jax.transfer_guard("disallow"):
-        jamp.scaled_grad(moves)(state, X)  # explicit
+        jamp.scaled_grad(moves)(state, X)  # an explicit transfer
 
 
 def half_loss(params):
@@ -132,7 +132,7 @@ def test_print_shows_a_summary_and_no_arrays():
 
 @pytest.mark.parametrize("fields", [{}, {"batch_stats": {"mean": jnp.ones(2)}}])
 def test_a_state_comes_back_from_pickle(fields):
-    # With a fused optimizer: pickle refuses the closures of optax's.
+    # A fused optimizer, because pickle refuses optax's closures.
     tx = jamp.optimizers.larc(jamp.optimizers.fused_adam(0.1))
     state = make("O5", tx, store_remainder=True, **fields)
     again = pickle.loads(pickle.dumps(state))

@@ -1,4 +1,4 @@
-"""Properties that hold for arbitrary trees, bits and expressions."""
+"""Test that a cast rounds floats and nothing else, for arbitrary trees and bits."""
 
 import collections
 import os

@@ -26,7 +26,7 @@ from tests.devices.eight_devices import (
     start,
 )
 
-# optax.adam promotes half params as it likes.
+# optax.adam promotes half params.
 pytestmark = [pytest.mark.h200, pytest.mark.standard_promotion]
 
 SIZES = {"in": (256, 512), "bias": (512,), "norm": (512,), "out": (512, 128)}
@@ -179,7 +179,7 @@ def test_kernels_send_only_numbers(make, options):
 
 
 def test_xla_steps_sharded_params_without_gathering_them():
-    # A state made under jit gets this on a mesh of Auto axes.
+    # XLA steps a state that was made under jit on Auto axes.
     program, _ = fused_program("Auto", LAMB())
     assert "mosaic_gpu" not in program.text
     assert {opcode for opcode, _ in program.collectives} == {"all-reduce"}

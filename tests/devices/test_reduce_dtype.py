@@ -129,7 +129,7 @@ def test_gradients_are_float32_through_loops_and_calls(level):
     rounded = lambda x: np.asarray(x).astype(half).astype(np.float32)  # noqa: E731
     for name in params:
         exact = rounded(wide[name])
-        assert (exact != np.asarray(wide[name])).any(), name  # it has more digits
+        assert (exact != np.asarray(wide[name])).any(), name  # float32 has more digits
         spread = np.abs(exact).max()
         assert np.abs(rounded(plain[name]) - exact).max() < 0.02 * spread, name
 

@@ -113,7 +113,7 @@ def test_one_run_recovers_and_the_other_stays_at_its_first_loss(pictures):
     assert losses[-1] < losses[0] / 4
     assert skips[:4].all() and not skips[4] and skips[5:].any()
     assert scales[5] < scales[0]
-    assert abs(flat / flat[0] - 1).max() < 0.03  # each step has data of its own
+    assert abs(flat / flat[0] - 1).max() < 0.03  # each step has its own data
 
 
 @pytest.mark.slow

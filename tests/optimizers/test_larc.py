@@ -19,7 +19,7 @@ from tests.optimizers.fused_steps import (
 from tests.oracles import fused as oracles
 from tests.support.bits import assert_rounded_alike, assert_same_bits
 
-# optax's inner transformations promote as they like.
+# optax's inner transformations promote.
 pytestmark = pytest.mark.standard_promotion
 
 RATE = 0.05

@@ -25,7 +25,7 @@ MODEL = models.CNN(features=(8,), depth=1)
 
 
 def setup(level: str) -> tuple[Any, Any, Any]:
-    """(variables, jamp's state, batches)"""
+    """Returns the variables, jamp's state and the batches."""
     rng = np.random.default_rng(0)
     images = rng.normal(size=(STEPS, 4, 8, 8, 3)).astype(np.float32)
     data = list(zip(images, rng.integers(10, size=(STEPS, 4)), strict=True))

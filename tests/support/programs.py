@@ -101,7 +101,7 @@ def _jaxprs(value: Any) -> Iterator[Jaxpr]:
         yield value.jaxpr
     elif isinstance(value, Jaxpr):
         yield value
-    elif hasattr(value, "in_avals_flat"):  # a JAX object with types of its own
+    elif hasattr(value, "in_avals_flat"):  # a hijax object
         yield from _jaxprs(value.params)
     elif isinstance(value, jax.stages.Traced):
         yield from _jaxprs(value.jaxpr)
