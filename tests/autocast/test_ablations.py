@@ -58,19 +58,10 @@ def lstm(w, v, xs):
     return lax.scan(step, xs[0], xs)[1]
 
 
-def blocks(ws, x):
-    """Carries an activation, which matmuls read."""
-    return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x @ ws[0], ws)[0]
-
-
 def summed(ws, x):
     """Sums matmuls over the steps."""
     step = lambda total, w: (total + x @ w, None)  # noqa: E731
     return lax.scan(step, jnp.zeros((4, 4)), ws)[0]
-
-
-def shifted(shift, x, w):
-    return x @ w + shift * 3.0
 
 
 def residual(w, x):
@@ -103,8 +94,14 @@ EXAMPLES = {
     "weights, cotangent copies": Example(rnn, (*SQUARES, MATRICES)),
     "tables": Example(lambda w, x: w[jnp.arange(4)] @ w.T @ x, SQUARES),
     "loops": Example(lstm, (*SQUARES, MATRICES)),
-    "half params": Example(shifted, (MATRIX, *SQUARES), "O5"),
-    "half carries": Example(blocks, (MATRICES, MATRIX), "O4", NARROWEST),
+    "half params": Example(
+        lambda shift, x, w: x @ w + shift * 3.0, (MATRIX, *SQUARES), "O5"
+    ),
+    # Matmuls read the carry, which is an activation.
+    "half carries": Example(
+        lambda ws, x: lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x @ ws[0], ws)[0],
+        *((MATRICES, MATRIX), "O4", NARROWEST),
+    ),
     "float32 carries": Example(summed, (MATRICES, MATRIX), "O4", NARROWEST),
     "quantized once, weights in fp8, quantizing barrier, quantized before loops": (
         Example(activations, SQUARES, "O6", {"fp8": jamp.Fp8(smallest=1)})

@@ -89,14 +89,6 @@ def reversed_by(y):
     return custom_vjp(lambda x: x, lambda x: (x, None), lambda _, g: (-g * y,))
 
 
-def kept(y):
-    return custom_vjp(lambda x: x, lambda x: (x, y), lambda y, g: (-g * y,))
-
-
-def by_default(y):
-    return custom_vjp(lambda x: x, lambda x: (x, None), lambda _, g, y=y: (-g * y,))
-
-
 def by_argument(y):
     """Closes an argument over the value, as JAX's own solvers do."""
     apply = custom_vjp(
@@ -129,10 +121,12 @@ class Layer:
 TRACED = {
     "all": product_with,
     "bwd": reversed_by,
-    "fwd": kept,
+    "fwd": lambda y: custom_vjp(lambda x: x, lambda x: (x, y), lambda y, g: (-g * y,)),
     "argument": by_argument,
     "attribute": Layer.of,
-    "default": by_default,
+    "default": lambda y: custom_vjp(
+        lambda x: x, lambda x: (x, None), lambda _, g, y=y: (-g * y,)
+    ),
     "intermediate": lambda y: product_with(lax.stop_gradient(y * 2 + 1)),
     "two": lambda y: product_with(reversed_by(y)(y) * 3),
 }
@@ -160,15 +154,13 @@ class Trainer:
         return custom_vjp(lambda x: x, lambda x: (x, None), self.backward)(x)
 
 
-def in_a_loop(x, y):
-    return lax.fori_loop(0, 2, lambda _, x: product_with(y)(x), x)
+HIDDEN = {
+    "loop": lambda x, y: lax.fori_loop(0, 2, lambda _, x: product_with(y)(x), x),
+    "object": lambda x, y: Trainer(y)(x),
+}
 
 
-def of_an_object(x, y):
-    return Trainer(y)(x)
-
-
-@pytest.mark.parametrize("fn", [in_a_loop, of_an_object])
+@pytest.mark.parametrize("fn", HIDDEN.values(), ids=HIDDEN)
 def test_an_error_about_a_hidden_tracer_says_what_to_do(fn):
     with pytest.raises(Exception, match="[Tt]racer"):  # JAX refuses it under jit
         jax.grad(total(jax.jit(fn)))(X, Y)

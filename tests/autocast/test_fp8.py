@@ -221,10 +221,6 @@ custom_forward = jax.custom_jvp(jnp.matmul)
 custom_forward.defjvp(lambda x, t: (x[0] @ x[1], 2 * t[0] @ x[1] + x[0] @ t[1]))
 
 
-def wide_product(x, w):
-    return (x.astype(BF16) @ w.astype(BF16)).astype(x.dtype)
-
-
 def batched(x, w):
     return jnp.einsum("bi,bij->bj", x, w * jnp.ones((ROWS, 1, 1)))
 
@@ -237,7 +233,10 @@ def convolution(x, w):
 
 UNLIKE = {  # each with its reason in `explain`
     "highest": ("precision", functools.partial(jnp.matmul, precision="highest")),
-    "its own dtype": ("no float32", wide_product),
+    "its own dtype": (
+        "no float32",
+        lambda x, w: (x.astype(BF16) @ w.astype(BF16)).astype(x.dtype),
+    ),
     "batched": ("fp8 weight", batched),
     "two weights": ("fp8 weight", lambda x, w: x + (w @ w)[:ROWS]),
     "ragged": (

@@ -237,14 +237,6 @@ def carries(fn, *args, promote="narrowest"):
     return [dtype for dtype in found if dtype != "int32"]
 
 
-def over_layers(ws, x):
-    return repeat(lambda x, w: x + jnp.tanh(x @ w), x, ws)
-
-
-def by_counter(ws, x):
-    return jax.lax.fori_loop(0, len(ws), lambda i, x: x + jnp.tanh(x @ ws[i]), x)
-
-
 def gated(ws, x):
     def cell(h, x):
         gate = jax.nn.sigmoid(x @ ws[0] + h @ ws[1])
@@ -253,13 +245,21 @@ def gated(ws, x):
     return repeat(cell, x @ ws[0], jnp.stack([x, x]))
 
 
-def masked_cell(ws, x):
-    cell = lambda h, x: jnp.where(x[:1] > 0, jnp.tanh(x @ ws[0] + h @ ws[1]), h)  # noqa: E731
-    return repeat(cell, x @ ws[0], jnp.stack([x, x]))
+IN_HALF = {
+    "layers": lambda ws, x: repeat(lambda x, w: x + jnp.tanh(x @ w), x, ws),
+    "counter": lambda ws, x: jax.lax.fori_loop(
+        0, len(ws), lambda i, x: x + jnp.tanh(x @ ws[i]), x
+    ),
+    "gated": gated,
+    "masked": lambda ws, x: repeat(
+        lambda h, x: jnp.where(x[:1] > 0, jnp.tanh(x @ ws[0] + h @ ws[1]), h),
+        *(x @ ws[0], jnp.stack([x, x])),
+    ),
+}
 
 
-@pytest.mark.parametrize("fn", [over_layers, by_counter, gated, masked_cell])
-def test_layers_and_gates_keep_their_budget(fn):
+@pytest.mark.parametrize("fn", IN_HALF.values(), ids=IN_HALF)
+def test_layers_and_gates_carry_half(fn):
     assert carries(fn, jnp.stack([EYE] * 3), jnp.ones((4, 4))) == ["bfloat16"]
 
 
@@ -298,41 +298,38 @@ def late(w, x):
     return jax.lax.while_loop(lambda c: c[0].sum() > 0, step, (x, x, x, 0))[1]
 
 
-def in_condition(w, x):
-    return jax.lax.while_loop(lambda z: (z @ w).sum() > 1, lambda z: z / 2, x)
-
-
-def counted(w, x):
-    return jax.lax.while_loop(
-        lambda c: c[0] < 9, lambda c: (c[0] + 1, c[1] @ w), (0, x)
-    )[1]
-
-
-def in_float32(w, x):
-    precise = jamp.float_function(jnp.matmul)
-    return fixed_point(w, x, functools.partial(cell, product=precise))
-
-
+PRECISE = functools.partial(cell, product=jamp.float_function(jnp.matmul))
+# Loops, and whether their condition depends on a half matmul.
 WAITING = {
-    fixed_point: True,
-    jax.jit(jax.checkpoint(fixed_point)): True,
-    late: True,
-    in_condition: True,
-    counted: False,
-    in_float32: False,
+    "fixed point": (fixed_point, True),
+    "in jit": (jax.jit(jax.checkpoint(fixed_point)), True),
+    "late": (late, True),
+    "in the condition": (
+        lambda w, x: jax.lax.while_loop(
+            lambda z: (z @ w).sum() > 1, lambda z: z / 2, x
+        ),
+        True,
+    ),
+    "counted": (
+        lambda w, x: jax.lax.while_loop(
+            lambda c: c[0] < 9, lambda c: (c[0] + 1, c[1] @ w), (0, x)
+        )[1],
+        False,
+    ),
+    "in float32": (lambda w, x: fixed_point(w, x, PRECISE), False),
 }
 
 
-@pytest.mark.parametrize("fn", WAITING)
-def test_explain_warns_of_a_condition_that_depends_on_a_half_product(fn):
-    x = jnp.ones((8, 8))
+@pytest.mark.parametrize("name", WAITING)
+def test_explain_warns_of_a_condition_that_depends_on_a_half_matmul(name):
+    (fn, depends), x = WAITING[name], jnp.ones((8, 8))
     warnings = {"autocast": jamp.explain(fn)(x, x).warnings}
     loss_fn = lambda w, x: 0 * w.sum() + jax.lax.stop_gradient(fn(w, x)).sum()  # noqa: E731
     for level in LEVELS:
         warnings[level] = jamp.explain(loss_fn)(state_of(level, x), x).warnings
     for where, found in warnings.items():
         waits = [w for w in found if "while: half condition" in w]
-        assert len(waits) == (WAITING[fn] and where != "O0"), where
+        assert len(waits) == (depends and where != "O0"), where
 
 
 # ---- on GPUs

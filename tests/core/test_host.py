@@ -79,16 +79,14 @@ def test_it_guards_the_loss_and_the_optimizer_of_the_user(level):
         jamp.scaled_grad(moves)(state, X)  # an explicit transfer
 
 
-def half_loss(params):
-    return params["w"].sum().astype(jnp.float16)
-
-
 def make(level="O2", tx=ADAM, **options):
     return jamp.initialize(PARAMS, tx, level, verbosity=0, **options)
 
 
 WARNINGS = {
-    "The loss is float16": lambda state: jamp.scaled_grad(half_loss)(state),
+    "The loss is float16": lambda state: jamp.scaled_grad(
+        lambda params: params["w"].sum().astype(jnp.float16)
+    )(state),
     "are float16, and the loss scale is dynamic": lambda state: state.apply_gradients(
         grads=jax.tree.map(jnp.ones_like, state.params)
     ),

@@ -107,16 +107,15 @@ def reading(call: Callable, columns: int, dtype: Any) -> Case:
     return Case(call, make)
 
 
-def found_inf_unscaled(options, xs):
-    return pk.found_inf(xs, options=options._replace(unscale=F32(8)))
-
-
 # A call, and its number of lists of arrays.
 READING = {
     "l2norm": (lambda options, xs: pk.norm(xs, per_leaf=True, options=options), 1),
     "max_norm": (lambda options, xs: pk.norm(xs, jnp.inf, options=options), 1),
     "found_inf": (lambda options, xs: pk.found_inf(xs, options=options), 1),
-    "found_inf, unscaled": (found_inf_unscaled, 1),
+    "found_inf, unscaled": (
+        lambda options, xs: pk.found_inf(xs, options=options._replace(unscale=F32(8))),
+        1,
+    ),
 }
 
 

@@ -209,11 +209,7 @@ NETWORK_STATS = {"BatchNorm_0": STATS, "block": {"BatchNorm_3": STATS}}
 NETWORK_KEPT = "BatchNorm_0 block/BatchNorm_3"
 VARIABLES = {"params": NETWORK, "batch_stats": NETWORK_STATS}
 VARIABLES_KEPT = "batch_stats params/BatchNorm_0 params/block/BatchNorm_3"
-HEADED = {"Dense_0": DENSE, "head": DENSE}
-
-
-def is_dense_kernel(path, leaf):
-    return path.startswith("Dense") and leaf.ndim == 2
+HEADED, DENSE_0 = {"Dense_0": DENSE, "head": DENSE}, "Dense_0/kernel"
 
 
 def in_float32(tree, kept=""):
@@ -252,7 +248,7 @@ ROWS = [
     (HAIKU, KEEP | {"batch_stats": HAIKU_STATE}, "net/norm1"),
     (HEADED, {"keep_fp32": re.compile(r"^head/kernel$")}, "head/kernel"),
     (HEADED, {"keep_fp32": ["head/bias", r"Dense_\d+/bias"]}, "head/bias Dense_0/bias"),
-    (HEADED, {"keep_fp32": is_dense_kernel}, "Dense_0/kernel"),
+    (HEADED, {"keep_fp32": lambda path, x: "Dense" in path and x.ndim == 2}, DENSE_0),
     ([ones(2), (None, {"x": np.ones(())}), {}], {}, ""),
     (NETWORK, KEEP | {"keep_fp32": "Conv_0/b"}, f"{NETWORK_KEPT} Conv_0/bias"),
 ]

@@ -162,16 +162,11 @@ def keeping(init):
     )
 
 
-def flat(p):
-    """Returns all moments in one vector."""
-    return {"moments": jnp.zeros(sum(x.size for x in jax.tree.leaves(p)))}
-
-
-def by_count(p):
-    """Returns moments under a name that depends on the number of params."""
-    return {f"of {len(jax.tree.leaves(p))}": jnp.zeros(2)}
-
-
+# All moments in one vector, and under a name with the number of params.
+FLAT = keeping(
+    lambda p: {"moments": jnp.zeros(sum(x.size for x in jax.tree.leaves(p)))}
+)
+COUNTED = keeping(lambda p: {f"of {len(jax.tree.leaves(p))}": jnp.zeros(2)})
 IN_HALF = {"head": {"v": jnp.ones(2, jnp.float16)}}
 FP8 = {"params": LEAF, "_overwrite_with_gradient": {}}
 NORM, WRAPPED = {"norm": {"scale": LEAF["v"]}}, jamp.master_weights(SGD)
@@ -183,18 +178,8 @@ REFUSED = [
     (one, ([LEAF["v"]],), ValueError, "params exists already as a dict.* got a list"),
     (one, (LEAF, SGD), TypeError, "one group share its optimizer: leave tx out"),
     (lambda: one(None), (LEAF,), TypeError, "params stepped by None"),
-    (
-        lambda: one(keeping(flat)),
-        (LEAF,),
-        ValueError,
-        "at .*moments.* is not kept per param",
-    ),
-    (
-        lambda: one(keeping(by_count)),
-        (LEAF,),
-        ValueError,
-        "at .*of 2.* is not kept per param",
-    ),
+    (lambda: one(FLAT), (LEAF,), ValueError, "at .*moments.* is not kept per param"),
+    (lambda: one(COUNTED), (LEAF,), ValueError, "at .*of 2.* is not kept per param"),
     (lambda: make("O0", FP8), (LEAF,), ValueError, r"are collections: .* got \['v'\]"),
     (two, ({"c": LEAF},), TypeError, "tx=None .*New groups need their own"),
     (two, ({"c": LEAF}, SGD), ValueError, "tx exists already as a dict"),

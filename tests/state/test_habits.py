@@ -339,10 +339,6 @@ def plain(state):
     return jax.grad(by(state.apply_fn))(state.params)
 
 
-def plain_model(state):
-    return jax.grad(by(MODEL.apply))(state.params)
-
-
 def summed(grads_of):
     def scanned(state):
         zeros = jax.tree.map(jnp.zeros_like, jamp.master_params(state))
@@ -352,21 +348,15 @@ def summed(grads_of):
     return scanned
 
 
-def jitted(state):
-    return jax.jit(lambda p: jax.grad(by(MODEL.apply))(p))(state.params)
-
-
-def only_unscaled(state):
-    return jamp.unscale(plain(state), state)
-
-
 NO_SCALE = "without the loss scale, which is dynamic.*jamp.scaled_value_and_grad"
 LEFT_IN = {
     "plain": plain,
-    "model.apply": plain_model,
+    "model.apply": lambda state: jax.grad(by(MODEL.apply))(state.params),
     "summed": summed(plain),
-    "jitted": jitted,
-    "only unscaled": only_unscaled,
+    "jitted": lambda state: jax.jit(lambda p: jax.grad(by(MODEL.apply))(p))(
+        state.params
+    ),
+    "only unscaled": lambda state: jamp.unscale(plain(state), state),
 }
 
 
