@@ -69,19 +69,12 @@ def test_the_oracle_follows_torch(fn, expected):
 pytestmark = pytest.mark.standard_promotion
 
 
-def check(name, *halves):
-    """Allows an error of 1.1 times torch's, or 3.5 times for an exception."""
-    for row in measure(name, PROGRAMS[name], *halves):
-        assert row.is_fine(3.5 if name in EXCEPT else 1.1), row
+# One half dtype for each program, and the other one in a sweep.
+CASES = list(zip(PROGRAMS, itertools.cycle(HALVES), strict=False))
+OTHERS = (case for case in itertools.product(PROGRAMS, HALVES) if case not in CASES)
 
 
-@pytest.mark.parametrize(
-    ("name", "half"), list(zip(PROGRAMS, itertools.cycle(HALVES), strict=False))
-)
+@pytest.mark.parametrize(("name", "half"), CASES + more("SWEEP", OTHERS))
 def test_no_less_accurate_than_torch(name, half):
-    check(name, half)
-
-
-@pytest.mark.parametrize("name", more("SWEEP", PROGRAMS))
-def test_no_less_accurate_in_either_dtype(name):
-    check(name, *HALVES)
+    for row in measure(name, PROGRAMS[name], half):
+        assert row.is_fine(3.5 if name in EXCEPT else 1.1), row

@@ -86,23 +86,19 @@ def test_fault(fault):
     FAULTS[fault]()
 
 
-def shape_of(params, tx):
-    shapes = {name: jax.ShapeDtypeStruct(x, jnp.float32) for name, x in params.items()}
-    return jax.eval_shape(lambda p: jamp.initialize(p, tx, "O2", verbosity=0), shapes)
-
-
-def ones_step(state):
-    grads = jamp.scaled_grad(lambda p: sum(x.astype("f4").sum() for x in p.values()))
-    return state.apply_gradients(grads=grads(state))
-
-
 @pytest.mark.h200
 @pytest.mark.parametrize(
     "tx, traffic",  # bytes of masters, moments and half params
     [(SGD, 8 + 8 + 4), (jamp.optimizers.fused_adam(1e-3), 8 + 16 + 4)],
 )
 def test_a_leaf_may_have_more_elements_than_int32_counts(tx, traffic):
-    state = shape_of({"w": (2**31 + 1,)}, tx)
-    program = h200.compile_step(ones_step, state, donate=(0,))
+    def step(state):
+        grads = jamp.scaled_grad(lambda w: w.astype("f4").sum())(state)
+        return state.apply_gradients(grads=grads)
+
+    shape = jax.ShapeDtypeStruct((2**31 + 1,), jnp.float32)
+    begin = lambda w: jamp.initialize(w, tx, "O2", verbosity=0)  # noqa: E731
+    program = h200.compile_step(step, jax.eval_shape(begin, shape), donate=(0,))
+
     per_param = program.traffic / (2**31 + 1)
     assert per_param == pytest.approx(traffic, abs=1e-3) and program.temp < 2**20

@@ -21,11 +21,8 @@ def amp_init(model: Any, variables: PyTree, tx: Any, level: str) -> jamp.AmpStat
     )
 
 
-def amp_gradients(state: Any, inputs: Array, labels: Array):
-    loss_fn = with_stats(state.apply_fn, state.batch_stats, inputs, labels)
-    return jamp.scaled_value_and_grad(loss_fn, has_aux=True)(state)
-
-
 def amp_step(state: Any, inputs: Array, labels: Array):
-    (loss, stats), grads = amp_gradients(state, inputs, labels)
+    loss_fn = with_stats(state.apply_fn, state.batch_stats, inputs, labels)
+    grad = jamp.scaled_value_and_grad(loss_fn, has_aux=True)
+    (loss, stats), grads = grad(state)
     return state.apply_gradients(grads=grads, batch_stats=stats), loss
