@@ -35,7 +35,7 @@ def case(seed):
 
 
 def check(steps, floats, half, promote):
-    """Compares the cast program with the plain one. None if JAX refuses the latter."""
+    """Compares a cast program with the plain one, or returns None if JAX refuses it."""
 
     def fn(floats):
         return run(steps, floats, [jnp.array([2, 0, 3]), jnp.array([1])])

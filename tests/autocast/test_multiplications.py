@@ -1,4 +1,4 @@
-"""Test that a `dot_general` that is no matmul follows `mul` or `reduce_sum`."""
+"""Test that a `dot_general` without a matmul is cast as `mul` or `reduce_sum`."""
 
 import jax
 import jax.numpy as jnp

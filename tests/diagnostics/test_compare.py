@@ -219,7 +219,7 @@ def test_the_errors_of_three_layers_match_numpy():
     products = [row for row in report.rows if row.primitive == "dot_general"]
     forward = [row for row in products if row.phase == "forward"]
     np.testing.assert_allclose([row.error for row in forward], expected, rtol=0.02)
-    # The first matmul's inputs have one rounding, that of the weight.
+    # Of the first matmul's operands, only the weight has an error before it.
     rounding = np.linalg.norm(rounded(W) - W) / np.linalg.norm(W)
     assert abs(forward[0].added - (expected[0] - rounding)) < 1e-5
     assert report.flagged == () and report.first() is None
@@ -299,7 +299,7 @@ def with_equinox():
 
 
 @pytest.mark.parametrize("model", [with_haiku, with_equinox])
-def test_other_libraries(model):
+def test_models_of_other_libraries_have_modules_and_no_flag(model):
     params, loss_fn, module = model()
     report = compare(loss_fn, "O0")(begin(params, "O5"), X)
     matmuls = [row for row in report.rows if row.primitive == "dot_general"]
@@ -313,7 +313,7 @@ def test_other_libraries(model):
     assert title == "module forward backward error added worst operation".split()
 
 
-def test_iterations_of_loops():
+def test_errors_of_loops_are_counted_by_iteration():
     half = jamp.half_function(jnp.add)
 
     def loss_fn(p, x):
@@ -380,7 +380,7 @@ def test_a_model_of_many_constructs():
     assert {row.module for row in few.rows} == {"Layer/BatchNorm_0"}
 
 
-def test_two_settings_of_one_level():
+def test_two_settings_of_one_level_are_compared():
     def loss_fn(p, x):
         scores, chosen = lax.top_k(x @ p["a"], 4)
         return square(scores @ p["b"][:4]) + 0 * chosen.sum()
@@ -440,7 +440,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_programs_with_unusual_values(name):
+def test_programs_with_unusual_values_have_no_flag(name):
     loss_fn, *args = OTHERS[name]
     state = begin({"a": W, "n": np.int32(3), "empty": {}}, "O5")
     report = compare(loss_fn, "O0")(state, X, *args)
@@ -468,7 +468,7 @@ def test_gradients_of_groups_are_named():
     assert {*compare(loss_fn, "O0", wrt="a")(state, X).gradients} == {"w"}
 
 
-def test_what_it_refuses():
+def test_compare_refuses_calls_without_a_comparison():
     def loss_fn(p, x):
         return square(x @ p["a"])
 

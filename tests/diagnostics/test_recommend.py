@@ -88,7 +88,7 @@ def test_a_pole_is_not_an_overflow():
         recommend_scale(loss_fn)(state, x)  # 0 * inf, in the derivative
 
 
-def test_what_it_refuses():
+def test_states_and_calls_without_an_answer_are_errors():
     x = np.full((2, 1000), 1e6, np.float32)
     with pytest.raises(FloatingPointError, match="A gradient is not finite in float16"):
         recommend_scale(loss_fn)(make("O2", TWO), x)

@@ -107,7 +107,7 @@ LEVELS = {
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_what_each_level_runs_in_half(level):
+def test_params_norms_and_matmuls_have_the_dtypes_of_the_level(level):
     param, norm, product = LEVELS[level]
     model, _ = make(level)
     for path, dtype in dtypes(model).items():

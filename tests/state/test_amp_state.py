@@ -445,7 +445,7 @@ def test_a_step_differentiates_as_in_float32_for_every_storage(sgd, kept):
 
 
 @pytest.mark.parametrize("level", ["O2", "O4", "O6"])
-def test_states_of_axes_bools_or_none_are_set_unchanged(level):
+def test_replace_accepts_axes_bools_and_none(level):
     init = lambda w: jamp.initialize(w, optax.sgd(1.0), level, verbosity=0)  # noqa: E731
     states = jax.vmap(init)(jnp.ones((3, 2)))
     counters = ("loss_scales", "skipped_steps", "last_step_skipped")

@@ -385,7 +385,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_gradients_do_not_warn(name):
-    """There is no warning either after the same program moved the scale."""
+    """The second step of the program follows one that changed the scale."""
     grads_of, levels = OTHERS[name]
 
     @jax.jit
