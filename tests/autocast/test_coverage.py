@@ -18,7 +18,7 @@ W /= 4
 
 
 def both_passes(name, cast):
-    """Returns a function of a construct's results and both gradients."""
+    """Returns a function that returns a construct's results and both gradients."""
     fn = cast(name) if callable(name) else TABLE[name](cast)
 
     def loss(w, x):

@@ -41,7 +41,7 @@ def check(steps, floats, half, promote):
         return run(steps, floats, [jnp.array([2, 0, 3]), jnp.array([1])])
 
     def with_grads(fn):
-        """Returns a function of the gradients of all floats, and all values."""
+        """Returns a function that returns gradients of all floats, and all values."""
 
         def loss(floats):
             values = fn(floats)

@@ -27,7 +27,7 @@ def through_a_product(x: Any) -> Any:
 
 
 def direct_and_after(fn: Callable, cast: Callable = lambda fn: fn) -> Callable:
-    """Calls `fn` on its arguments and on the same from matmuls."""
+    """Calls `fn` on its arguments, and on matmuls' results with the same values."""
 
     def after(*args):
         return fn(*map(through_a_product, args))
@@ -36,7 +36,7 @@ def direct_and_after(fn: Callable, cast: Callable = lambda fn: fn) -> Callable:
 
 
 def both_passes(fn: Callable, has_gradients: bool) -> Callable:
-    """Returns a function of the results and of the gradients of their floats' sum."""
+    """Returns a function that returns the results, and gradients of their sum."""
 
     def loss(args):
         outs = jax.tree.leaves(fn(*args))

@@ -179,7 +179,7 @@ def wide(state):
     return np.asarray(jamp.master_params(state)["kernel"])
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of pmap
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from pmap
 @pytest.mark.parametrize("habit", RIGHT)
 def test_what_is_right(habit):
     state, expected = RIGHT[habit]()
@@ -189,12 +189,12 @@ def test_what_is_right(habit):
 
 
 def test_replacing_tx_keeps_the_masters():
-    """Remainders and the masters of each group stay."""
+    """The masters may be remainders or belong to several groups."""
     state, expected = other_tx("O5", store_remainder=True, loss_scale=None)
     np.testing.assert_array_equal(wide(state), expected)
     weights = {"a": jnp.ones(2), "b": jnp.ones(2)}
     state = jamp.initialize(weights, dict.fromkeys("ab", SGD), "O2", verbosity=0)
-    slow = {"b": SGD, "a": optax.sgd(1e-5)}  # in another order
+    slow = {"b": SGD, "a": optax.sgd(1e-5)}  # keys in another order
     grads = jax.tree.map(jnp.ones_like, jamp.master_params(state))
     state = state.replace(tx=slow).apply_gradients(grads=grads)
     masters = jamp.master_params(state)

@@ -65,7 +65,7 @@ CASES = {
         ("a", "b", "c"), ("ab", "bc", "ca"), ((0,), (1, 2), (2,)), named
     ),
 }
-RATES, MOMENTUM = (0.25, 0.5, 0.125), (0.125, 0.25, 0.5)  # of each group
+RATES, MOMENTUM = (0.25, 0.5, 0.125), (0.125, 0.25, 0.5)  # one per group
 RULE = loss_scale.Rule(init_scale=4.0, window=3)
 # Each model has a half and a float32 weight where the level casts.
 KEEP = {level: {"keep_fp32": "w0"} for level in ("O2", "O5")}
@@ -269,11 +269,16 @@ def step_of_losses(state, slopes):
 # Then, for each step, the losses that overflow, and the scale and count of each scale.
 WINDOWS = [
     (2, 4, True, [((), 4, 2), ((), 8, 0), ((), 8, 2), ((), 16, 0)]),
-    (2, 3, True, [((), 4, 2), ((), 8, 1), ((), 16, 0), ((), 16, 2)]),  # amid a step
-    (2, 1, True, [((), 16, 0), ((), 64, 0)]),  # twice in each
+    (
+        2,
+        3,
+        True,
+        [((), 4, 2), ((), 8, 1), ((), 16, 0), ((), 16, 2)],
+    ),  # grows amid a step
+    (2, 1, True, [((), 16, 0), ((), 64, 0)]),  # grows twice per step
     (3, 4, True, [((), 4, 3), ((), 8, 2), ((), 16, 1), ((), 32, 0)]),
     (2, 3, True, [((), 4, 2), ((0,), 2, 1), ((), 4, 0)]),
-    (2, 3, True, [((), 4, 2), ((1,), 4, 0), ((), 4, 2)]),  # after growth
+    (2, 3, True, [((), 4, 2), ((1,), 4, 0), ((), 4, 2)]),  # overflows after it grew
     (2, 3, True, [((), 4, 2), ((0, 1), 1, 0), ((), 1, 2)]),
     (2, 3, False, [((), 4, 1, 4, 1), ((1,), 4, 2, 2, 0), ((), 8, 0, 2, 1)]),
 ]

@@ -1,6 +1,7 @@
 """Two small models that the tests train.
 
-Without a `dtype`, a model is float32, for jamp. With one, it is mixed by hand.
+Without a `dtype`, a model is float32, as jamp expects. With a `dtype`, it is in mixed
+precision as written by hand.
 """
 
 from collections.abc import Sequence
