@@ -2,6 +2,10 @@
 # ARGS adds flags: make demo ARGS="--epochs 1", make test ARGS="-k loss_scale".
 VENV ?= .venv
 PYTHON := $(VENV)/bin/python
+# Keep bytecode, outside of the tree, even where the environment forbids it. Without it,
+# each process compiles JAX again for 2 s, and the tests take 15 s longer to collect.
+export PYTHONDONTWRITEBYTECODE :=
+export PYTHONPYCACHEPREFIX := $(abspath $(VENV))/bytecode
 ON_CPU := JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1
 
 help: ## print this list

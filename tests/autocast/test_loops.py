@@ -12,6 +12,7 @@ import pytest
 import jamp
 from jamp._autocast import frames, sums
 from tests.support.constructs import AROUND, repeat
+from tests.support.extent import slow_except
 from tests.support.near import assert_near
 from tests.support.programs import equations, evaluate
 
@@ -205,7 +206,10 @@ INTEGRATE = {
 }
 
 
-@pytest.mark.parametrize("name", INTEGRATE)
+FAST = "plain scan while fori cond subtracts midpoint jit custom_jvp custom_vjp".split()
+
+
+@pytest.mark.parametrize("name", slow_except(FAST, INTEGRATE))
 def test_a_loop_that_adds_to_its_carry_keeps_the_small_steps(name):
     """The carry starts as an input and as the result of a matmul."""
     if name == "custom_vjp" and getattr(jax.config, "jax_custom_vjp3", False):
