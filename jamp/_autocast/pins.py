@@ -7,6 +7,11 @@ values from the same residuals. Behind a barrier, a residual is a different valu
 `jax.checkpoint` has one barrier for all residuals and cotangents. A TPU then stores
 each cotangent, which it would otherwise compute inside the matmuls that read it. A pin
 is a barrier for one residual.
+
+A TPU needs no barrier on a batch of 8, 16 or 32 half examples. XLA stores the mask of
+an `erfc` as one word of bits per batch, and computes the rest inside each matmul.
+Behind a barrier it stores the result, and BERT moves 1.08 times the bytes on a v5e. For
+other batches XLA would store a float32 `erfc`.
 """
 
 from collections.abc import Collection, Sequence
@@ -19,6 +24,7 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 
 from jamp._autocast.jax_internals import at_place
 from jamp._autocast.sums import lower_barrier
+from jamp._core.dtypes import HALF_DTYPES
 
 
 def with_pins(
@@ -59,6 +65,12 @@ def _lower(ctx: Any, x: Any, backward: bool) -> Any:
     return lower_barrier(ctx, x) if backward else [x]
 
 
+def _lower_on_tpu(ctx: Any, x: Any, backward: bool) -> Any:
+    (aval,) = ctx.avals_in
+    packs = aval.dtype in HALF_DTYPES and aval.shape[:1] in ((8,), (16,), (32,))
+    return _lower(ctx, x, backward and not packs)
+
+
 def _derivative(primals: Any, tangents: Any, backward: bool) -> tuple[Array, Any]:
     return _pin.bind(*primals, backward=backward), *tangents
 
@@ -69,4 +81,5 @@ _pin.def_abstract_eval(lambda x, backward: x)
 ad.primitive_jvps[_pin] = _derivative
 batching.defvectorized(_pin)
 mlir.register_lowering(_pin, _lower)
+mlir.register_lowering(_pin, _lower_on_tpu, platform="tpu")
 partial_eval.partial_eval_jaxpr_custom_rules[_pin] = _split
