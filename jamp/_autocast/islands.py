@@ -98,8 +98,10 @@ def _island(graph: Graph, end: int, has_masks: bool = True) -> Region | None:
     eqns = [graph.eqns[i] for i in island.members]
     # A costly statistic, such as a norm's `rsqrt`, is small and may be saved.
     costly = any(is_costly(e) and _holds(e.outvars, size) for e in eqns)
-    if not costly or not _holds(inputs_of(eqns), size):
-        return island if costly else None
+    if not costly:
+        return None
+    if not _holds(inputs_of(eqns), size):
+        return island
     masks = _holds((v for e in eqns for v in e.outvars), size, jnp.bool_)
     return _island(graph, end, has_masks=False) if has_masks and masks else None
 

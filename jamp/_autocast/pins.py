@@ -8,10 +8,11 @@ values from the same residuals. Behind a barrier, a residual is a different valu
 each cotangent, which it would otherwise compute inside the matmuls that read it. A pin
 is a barrier for one residual.
 
-A TPU needs no barrier on a batch of 8, 16 or 32 half examples. XLA stores the mask of
-an `erfc` as one word of bits per batch, and computes the rest inside each matmul.
-Behind a barrier it stores the result, and BERT moves 1.08 times the bytes on a v5e. For
-other batches XLA would store a float32 `erfc`.
+A TPU needs no barrier for a half array with a first axis of 8, 16 or 32. XLA packs the
+mask inside an `erfc` along this axis into words of as many bits. It saves only this
+mask, and computes the rest inside each matmul. Behind a barrier, it saves the result,
+and BERT moves 1.08 times the bytes on a v5e. With other sizes and no barrier, XLA saves
+a float32 `erfc`.
 """
 
 from collections.abc import Collection, Sequence
