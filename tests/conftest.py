@@ -32,7 +32,7 @@ hypothesis.settings.load_profile("jamp")
 ON_GPU = os.environ["JAX_PLATFORMS"] != "cpu"
 CUDA_COMPILER = importlib.util.find_spec("jax_cuda13_plugin")
 
-# `make test` omits these files and tests, which take long or check claims of the docs.
+# `make test` omits these files and tests, which compile for long or check the docs.
 SLOW = """
 autocast/test_ablations
 autocast/test_accuracy
@@ -137,8 +137,8 @@ def pytest_collection_modifyitems(items):
 def pytest_terminal_summary(terminalreporter, config):
     if "not slow" in (expression := config.option.markexpr):
         terminalreporter.write_line(
-            f"`-m '{expression}'` left tests out: pages, examples, hosts, sweeps, and "
-            "programs for a GPU that is absent. `make test-all` runs every test, `make "
+            f"`-m '{expression}'` left tests out: pages, examples, devices, "
+            "cases that compile for long, and programs for an absent GPU. `make test-all` runs every test, `make "
             "test-rest` only these."
         )
 
