@@ -137,9 +137,9 @@ def pytest_collection_modifyitems(items):
 def pytest_terminal_summary(terminalreporter, config):
     if "not slow" in (expression := config.option.markexpr):
         terminalreporter.write_line(
-            f"`-m '{expression}'` left tests out: pages, examples, devices, "
-            "cases that compile for long, and programs for an absent GPU. `make test-all` runs every test, `make "
-            "test-rest` only these."
+            f"`-m '{expression}'` left tests out: pages, examples, devices, cases that "
+            "compile for long, and programs for an absent GPU. `make test-all` runs "
+            "every test, `make test-rest` only these."
         )
 
 
