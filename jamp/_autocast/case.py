@@ -161,9 +161,14 @@ class Case:
         return exceeds_half(float(fill), self.values.half)
 
     def _passes_numbers(self) -> bool:
-        """Whether a result may equal an operand, or is computed only from literals."""
-        keeps = self.rule is Rule.MOVE or self.traits.keeps_range
-        return keeps or all([value.asks or not value.vote for value in self.given])
+        """Whether a result may be beyond half's range like an operand.
+
+        `(1 - mask) * -1e9` is as large as its literal, for a float32 mask.
+        """
+        if self.rule is Rule.MOVE or self.traits.keeps_range:
+            return True
+        half = self.values.half
+        return all([value.asks or value.vote != half for value in self.given])
 
     def _picks(self) -> bool:
         """Whether it reduces an operand, or gathers single numbers."""

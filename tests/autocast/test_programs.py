@@ -102,6 +102,7 @@ def test_scalars_do_not_vote():
     assert results(jamp.autocast(fn), ["sub"], W) == ["float16"]
 
 
+NONE = jnp.zeros((8, 8)).at[4:].set(jnp.tril(jnp.ones((8, 8)))[4:])
 CONSTANTS = {
     "floor": lambda w: jnp.maximum(w @ w, -1e30),
     "comparison": lambda w: (w @ w > -1e9).astype(jnp.float32),
@@ -110,12 +111,16 @@ CONSTANTS = {
     "large": lambda w: jnp.minimum(w @ w + 1e6, 2e6),
     "small array": lambda w: (w @ w) / jnp.full((8, 8), 1e-6),
     "masked": lambda w: jnp.where(MASK, w @ w, 1e6) * 1e-6,
+    # Rows without any allowed position would be NaN with a mask of -inf.
+    "product with a mask": lambda w: jax.nn.softmax(w @ w + (1 - NONE) * -1e9),
+    "quotient by a small number": lambda w: jax.nn.softmax(w @ w - (1 - NONE) / 1e-9),
     "barrier": lambda w: lax.optimization_barrier((w @ w, jnp.exp(w + 14)))[1],
     "branch": lambda w: (
         lax.cond(w[0, 0] < 9, lambda: jnp.full((8, 8), 1e30), lambda: w @ w) + w @ w
     ),
 }
-IN_NARROWEST = "floor", "comparison", "epsilon", "barrier", "branch"
+MASKS = "product with a mask", "quotient by a small number"
+IN_NARROWEST = "floor", "comparison", "epsilon", "barrier", "branch", *MASKS
 
 
 @pytest.mark.parametrize("name", CONSTANTS)
