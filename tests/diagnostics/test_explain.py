@@ -261,6 +261,7 @@ def test_a_step_at_each_level(level):
     assert [op.phase for op in products] == ["forward", "backward"]
     if level == "O0":
         assert {op.why for op in explanation.operations if computes(op)} == {"level"}
+        assert "(level)" not in str(explanation)
 
 
 def with_kept(params, x):
