@@ -74,15 +74,7 @@ CASES = list(zip(PROGRAMS, itertools.cycle(HALVES), strict=False))
 OTHERS = (case for case in itertools.product(PROGRAMS, HALVES) if case not in CASES)
 
 
-def with_marks(case):
-    """Marks the loss that compiles for 20 s."""
-    is_slow = case[0] == "loss_ctc"
-    return pytest.param(*case, marks=pytest.mark.slow) if is_slow else case
-
-
-@pytest.mark.parametrize(
-    ("name", "half"), [*map(with_marks, CASES), *more("SWEEP", OTHERS)]
-)
+@pytest.mark.parametrize(("name", "half"), CASES + more("SWEEP", OTHERS))
 def test_no_less_accurate_than_torch(name, half):
     for row in measure(name, PROGRAMS[name], half):
         assert row.is_fine(3.5 if name in EXCEPT else 1.1), row
