@@ -168,7 +168,20 @@ class Case:
         if self.rule is Rule.MOVE or self.traits.keeps_range:
             return True
         half = self.values.half
-        return all([value.asks or value.vote != half for value in self.given])
+        joins = all([value.asks or value.vote != half for value in self.given])
+        return joins and not self._shrinks()
+
+    def _shrinks(self) -> bool:
+        """Whether its literals beyond half's range make the result smaller.
+
+        A mean over 100,000 numbers divides by such a literal, and fits into float16.
+        """
+        for i, (v, value) in enumerate(zip(self.eqn.invars, self.given, strict=True)):
+            is_divisor = self.name == "div" and i == 1
+            if value.asks:
+                if not isinstance(v, jc.Literal) or (abs(v.val) > 1) != is_divisor:
+                    return False
+        return True
 
     def _picks(self) -> bool:
         """Whether it reduces an operand, or gathers single numbers."""
