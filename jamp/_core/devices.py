@@ -109,7 +109,7 @@ def warn_without_fp8() -> None:
 
 
 _GUARDS = ("host_to_device", "device_to_device", "device_to_host")
-# The caller's `jax.transfer_guard`, by direction, while a function of jamp runs.
+# The caller's `jax.transfer_guard` for each of `_GUARDS`, while a jamp function runs.
 _callers_levels: ContextVar[list[Any] | None] = ContextVar("levels", default=None)
 
 

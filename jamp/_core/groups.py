@@ -105,7 +105,7 @@ def resolve_wrt(wrt: Wrt, keys: tuple[Key, ...]) -> tuple[Key, ...]:
 
 
 def pack_wrt(values: Mapping[Key, Any], wrt: Wrt, like: Any) -> Any:
-    """Returns one group's value if `wrt` is a key, and otherwise the container."""
+    """Returns the value of one group if `wrt` is a key, and otherwise the container."""
     if wrt is None or isinstance(wrt, list | tuple):
         return pack(values, like)
     return values[wrt]

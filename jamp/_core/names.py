@@ -1,4 +1,4 @@
-"""Conversion of trees to nested dicts of names, for checkpoints, and back."""
+"""Converts trees to nested dicts of names for checkpoints, and back."""
 
 import itertools
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ def to_names(tree: PyTree) -> Any:
 
 
 def from_names(like: PyTree, names: PyTree) -> Any:
-    """Puts the values of `names`, which has the names of `like`, into a tree like it.
+    """Returns a tree like `like` with the values of `names`, which has its names.
 
     The arrays keep their dtypes, and get the shardings of the leaves of `like`.
     """
@@ -80,7 +80,7 @@ def _differ(path: str, x: Any, like: Any) -> list[str]:
     if dtype is None:  # a Python number fits every dtype of the same kind
         is_number = isinstance(x, bool | int | float)
         fits = is_number and np.can_cast(type(x), like.dtype, "same_kind")
-        return [] if fits else [f"{path} is {x!r}"]
+        return [] if fits else [f"{path} is {x!r}, expected {like.dtype}"]
     if dtype != like.dtype:
         return [f"{path} has dtype {dtype}, expected {like.dtype}"]
     return []

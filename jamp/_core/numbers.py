@@ -15,7 +15,10 @@ LARGEST_SCALE = 2.0**126
 
 
 def number(value: Any, text: bool = False) -> float:
-    """Converts a number or a scalar array to a float, and other objects to NaN."""
+    """Converts a number or a scalar array to a float, and other objects to NaN.
+
+    It converts a string such as "128.0" only if `text` is set.
+    """
     if isinstance(value, bool | bytes | type) or (isinstance(value, str) and not text):
         return math.nan
     try:

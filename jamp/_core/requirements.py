@@ -23,7 +23,7 @@ def jax_problem(version: tuple[int, ...] | None = None) -> str | None:
     bounds = "jax>={}.{},<{}.{}".format(*OLDEST_JAX, *FIRST_UNTESTED_JAX)
     return (
         f"jamp needs {bounds}; this is JAX {'.'.join(map(str, version))}. "
-        f'Install another jamp, or run `pip install "{bounds}"`.'
+        f'Install another version of jamp, or run `pip install "{bounds}"`.'
     )
 
 
@@ -35,7 +35,7 @@ def warn_of_other_jamp() -> None:
         return
     warnings.warn(
         f"The distribution `jamp` {version}, a different library with the same import "
-        "name, is installed beside `jamp-jax`. Their files overwrite each other. Run "
+        "name, is installed with `jamp-jax`. Their files overwrite each other. Run "
         "`pip uninstall jamp jamp-jax`, then install `jamp-jax` again.",
         stacklevel=3,
     )

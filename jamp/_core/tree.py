@@ -41,13 +41,13 @@ def by_keystr(tree: PyTree) -> dict[str, Any]:
 
 
 def differentiable[T](tree: T) -> T:
-    """Replaces the leaves that `jax.grad` does not accept by None."""
+    """Replaces the leaves that `jax.grad` does not accept with None."""
     leaves, structure = jax.tree.flatten(tree)
     return structure.unflatten([x if is_differentiable(x) else None for x in leaves])
 
 
 def merge[T](tree: T, rest: T) -> T:
-    """Replaces each None in `tree` by the leaf of `rest` at the same path."""
+    """Replaces each None in `tree` with the leaf of `rest` at the same path."""
     if jax.tree.structure(tree) == jax.tree.structure(rest):
         return tree
     return jax.tree.map(
@@ -86,7 +86,7 @@ def with_trained(params: PyTree, trained: PyTree, overwrite: PyTree = None) -> A
 
 
 def mapping_like(like: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
-    """Makes a mapping of the same type as `like`, so that the tree structure stays."""
+    """Makes a mapping of the type of `like`, to keep the structure of the tree."""
     if isinstance(like, defaultdict):
         return defaultdict(like.default_factory, entries)
     plain = isinstance(like, dict) and not isinstance(like, OrderedDict)
@@ -175,7 +175,10 @@ def copy_shared[T](tree: T, given: PyTree) -> T:
 
 
 def copy_shared_arrays[T](tree: T, others: PyTree, tracers: bool = False) -> T:
-    """Does the same for arrays, and copies tracers only if `tracers` is set."""
+    """Copies the arrays that occur twice in `tree` or also in `others`.
+
+    It keeps weak types, and copies tracers only if `tracers` is set.
+    """
     leaves, structure = jax.tree.flatten(tree)
     seen, dtypes = set(map(id, jax.tree.leaves(others))), []
     for x in leaves:
