@@ -61,7 +61,7 @@ class Plan:
         jaxpr, known = values.program, values.scope.written
         out_uses = out_uses or [NOTHING] * len(jaxpr.outvars)
         self._uses = _uses_in_program(jaxpr, out_uses, known)
-        # Counts the matmuls that may have a weight and read a value.
+        # The number of matmuls that read each value and may have a weight.
         eqns = [eqn for eqn in jaxpr.eqns if may_have_weight(eqn)]
         self._readers: Counter[Atom] = Counter(
             v for eqn in eqns for v in eqn.invars if isinstance(v, jc.Var)
@@ -102,7 +102,7 @@ class Plan:
         return _uses_of(atoms, self._uses)
 
     def uses_of_results(self, frame: Frame) -> list[Uses]:
-        """Returns the uses of a program's results; the next trip also uses carries."""
+        """Returns the uses of a program's results. The next iteration uses carries."""
         results = self.uses_of(frame.results)
         carries = results[: frame.carries]
         if carries:
@@ -142,9 +142,10 @@ def _is_small(
 
 
 def predicted_seconds(m: int, k: int, n: int, readers: int = 1) -> tuple[float, float]:
-    """Predicts seconds of an M by K by N matmul and its gradients, in half and fp8.
+    """Predicts the seconds of a matmul and its gradients, in half and in fp8.
 
-    The prediction is for an H200 at its peak. `readers` matmuls share the M rows.
+    An M by K array is multiplied by a K by N weight, on an H200 at its peak. `readers`
+    matmuls share the M rows.
     """
     flops, moved = 3 * 2 * m * k * n, _MOVED * (m * k / readers + m * n + k * n)
     return flops / _BF16, flops / _FP8 + moved / _MEMORY
@@ -210,7 +211,7 @@ def _uses_of_inputs(
 def _uses_in_program(
     program: jc.Jaxpr, results: Sequence[Uses], known: dict[Any, Any]
 ) -> dict[Atom, Uses]:
-    """Returns the uses of each value of a program, read from its last equation on."""
+    """Returns the uses of each value. It reads the program from the last equation."""
     uses: dict[Atom, Uses] = {}
     _note(uses, program.outvars, results)
     for eqn in reversed(program.eqns):

@@ -50,7 +50,7 @@ type Numbers = tuple[_Axes, _Axes]  # contracted axes, batch axes
 class Of(enum.Enum):
     """The kinds of quantized arrays."""
 
-    INPUT = enum.auto()  # for matmuls with a derivative, like WEIGHT
+    INPUT = enum.auto()  # an activation, or a tangent
     WEIGHT = enum.auto()
     SHARED = enum.auto()  # a weight that all iterations of a loop share
     COTANGENT = enum.auto()
@@ -74,8 +74,9 @@ def matmul_of(
     The function takes each operand twice: quantized, and in half (or in float32, to sum
     its gradients in float32). `numbers` are the dimension numbers of
     `jax.lax.dot_general`. The weight is the `first` or the second operand. The result
-    is `half`. Without `grad_weight`, the gradient of the weight is a half matmul. The
-    backward pass keeps the weight in half to quantize it `again`, or in fp8.
+    is `half`. Without `grad_weight`, the gradient of the weight is a half matmul. With
+    `again`, the backward pass reads the weight in half and quantizes it again.
+    Otherwise it reads the fp8 weight.
     """
 
     def in_order(x: Array, weight: Array) -> tuple[Array, Array]:
@@ -141,7 +142,7 @@ def _quantized(x: Array, of: Of) -> list[Array]:
     dtype = np.dtype(BACKWARD if of is Of.COTANGENT else FORWARD)
     largest = jnp.max(jnp.abs(x)).astype(FLOAT32)
     bits = lax.bitcast_convert_type(largest, jnp.int32)
-    # Choose the smallest power of two with 1.75 times it >= the largest number.
+    # Find the smallest power of two whose product with 1.75 is at least `largest`.
     exponent = ((bits + _PAST_1_75) >> _DIGITS) - _BIAS - _TOP[dtype]
     exponent = lax.clamp(_ONE * (1 - _BIAS), exponent, _ONE * (_BIAS - 1))
     exponent = jnp.where((bits > 0) & (bits < _INFINITY), exponent, 0)
@@ -150,8 +151,8 @@ def _quantized(x: Array, of: Of) -> list[Array]:
         # inf * 0 is nan. XLA would transpose a mask in a separate kernel.
         scaled = (x + x * 0).astype(FLOAT32) * _power(-exponent)
     else:
-        # `apart` separates this cast from the maximum's. XLA for a GPU would otherwise
-        # write a float32 copy for both.
+        # `apart` separates this cast from the cast for the maximum. XLA for a GPU would
+        # otherwise write one float32 copy for both.
         wide = apart(x).astype(FLOAT32)
         scaled = jnp.where(jnp.isfinite(wide), wide, jnp.nan) * _power(-exponent)
     return [scaled.astype(dtype), exponent]
@@ -162,8 +163,8 @@ def _types_of_quantized(x: Any, **params: Any) -> list[Any]:
 
 
 _SECOND = (
-    "A matmul in fp8 has no second derivative. Leave fp8 out of what is "
-    "differentiated twice: `with jamp.disable_fp8():` around it, or "
+    "A matmul in fp8 has no second derivative. Keep the code that you differentiate "
+    "twice in half: call it inside `with jamp.disable_fp8():`, or name its weights in "
     "`fp8=jamp.Fp8(keep=...)`."
 )
 
@@ -206,7 +207,7 @@ class SharedKept:
         return self.policy is not None and self.policy(primitive, *avals, **params)
 
 
-# Operands of gradients raise an error in a second derivative.
+# A second derivative differentiates the operands of gradients, which raises an error.
 
 
 def _raise(*_: Any) -> Any:

@@ -26,7 +26,7 @@ from jamp._fp8.quantized import FORWARD, Of, SharedKept, matmul_of, quantize
 
 @dataclasses.dataclass(frozen=True)
 class Products:
-    """The fp8 matmuls of an autocast, its `Policy.fp8`."""
+    """Decides on and writes the fp8 matmuls of an autocast. `Policy.fp8` holds it."""
 
     options: Fp8
     dtype = np.dtype(FORWARD)
@@ -82,5 +82,5 @@ def _quantized(
     return known[half]
 
 
-# JAX traces each of these once.
+# Not a new partial for each call: JAX's caches compare functions by identity.
 _QUANTIZE = {of: functools.partial(quantize, of=of) for of in Of}
