@@ -1,4 +1,4 @@
-"""Casts of a model's params to one dtype, except the leaves that stay in float32.
+"""Casts a model's params to one dtype, except the leaves that stay in float32.
 
 Based on apex/fp16_utils/fp16util.py:convert_network.
 """
@@ -54,11 +54,11 @@ def cast_model(
             `(path, leaf) -> bool`, or a list of them.
 
     Returns:
-        The tree with other dtypes. Leaves that have their dtype are not copied.
+        The tree with the new dtypes. It does not copy leaves that do not change.
 
     Raises:
         ValueError: `dtype` is not one of the three, or a regex matches no leaf.
-        TypeError: `keep_fp32` has another type.
+        TypeError: `keep_fp32` has the wrong type.
 
     >>> import jax.numpy as jnp
     >>> params = {"bn1": {"scale": jnp.ones(2)}, "head": {"kernel": jnp.ones((2, 2))}}

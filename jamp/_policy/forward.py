@@ -23,8 +23,8 @@ from jamp._fp8.write import Products
 from jamp._policy.levels import Properties, half_dtype
 
 policy = jax.make_user_context(default_value=None)
-# Properties that replace the properties of every `apply_fn`. `jamp.diagnostics.compare`
-# runs a `loss_fn` that calls the `apply_fn` of a state at another level.
+# Properties that replace the properties of every `apply_fn`. A `loss_fn` may call the
+# `apply_fn` of its state, and `jamp.diagnostics.compare` runs it at another level.
 forwards_at = jax.make_user_context(default_value=None)
 _VARIABLES = (
     "A Flax model takes variables: write `state.apply_fn({'params': state.params}, x)`."
@@ -57,7 +57,7 @@ def under_policy(
 
     At O1 and O4 the rewrite is `autocast`. At the levels that cast, `fn` sees the half
     params in float32, so that no operation promotes, and the rewrite puts its matmuls
-    into half. Inside the same policy, `fn` without half params is rewritten already.
+    into half. Inside the same policy, `fn` without half params is already rewritten.
 
     Args:
         fn: a function whose first argument is the params.
@@ -169,10 +169,10 @@ def forwards(apply_fn: Any, properties: Properties) -> Any:
 
 
 def no_forward(*_: object, **__: object) -> NoReturn:
-    """Raises an error; a state without `apply_fn` has this function instead."""
+    """Raises an error. A state without an `apply_fn` has this function."""
     raise TypeError(
-        "The state has no forward: pass `apply_fn=model.apply`, or any `(variables, "
-        "*args) -> outputs`, to jamp.initialize. Call an NNX model itself."
+        "The state has no forward function: pass `apply_fn=model.apply`, or any "
+        "`(variables, *args) -> outputs`, to jamp.initialize. Call an NNX model itself."
     )
 
 

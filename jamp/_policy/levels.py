@@ -124,13 +124,14 @@ class Properties:
         computes_in_half = half_dtype(properties) or properties.patch_functions
         if properties.fp8 and not computes_in_half:
             complaints.append(
-                f"fp8 is for matmuls that run in half, and at {opt_level} none do."
+                f"fp8 needs matmuls in half, and {opt_level} with these options has "
+                "none: leave fp8 out, or choose another level."
             )
         if properties.stochastic_rounding and (
             properties.master_weights or properties.cast_model_type != _BF16
         ):
             complaints.append(
-                "stochastic_rounding is for bfloat16 params without masters: write "
+                "stochastic_rounding needs bfloat16 params without masters: write "
                 "opt_level='O5', master_weights=False."
             )
         if complaints:
@@ -226,9 +227,9 @@ def _contradictions(opt_level: str, values: dict[str, Any]) -> Iterator[str]:
             )
         for name in ("lists", "promote"):
             if name in values and opt_level == "O0":
-                yield f"{name} is for operations in half, and at O0 there are none."
+                yield f"{name} needs operations in half, and O0 has none: leave it out."
         if "reduce_dtype" in values and opt_level == "O0":
-            yield "reduce_dtype is for gradients in half, and at O0 there are none."
+            yield "reduce_dtype needs gradients in half, and O0 has none: leave it out."
         return
     dtype = values.get("cast_model_type")
     if dtype and dtype != FLOAT32:

@@ -475,7 +475,7 @@ def test_compare_refuses_calls_without_a_comparison():
     state = begin({"a": W}, "O5")
     with pytest.raises(ValueError, match="at O5 with itself: name another level"):
         compare(loss_fn, "O5")(state, X)
-    with pytest.raises(jamp.OptLevelError, match="fp8 is for matmuls that run in half"):
+    with pytest.raises(jamp.OptLevelError, match="fp8 needs matmuls in half"):
         compare(loss_fn, "O0", fp8=True)(state, X)
     with pytest.raises(ValueError, match="keep_fp32"):
         compare(loss_fn, "O5", keep_fp32="nowhere")(state, X)

@@ -94,14 +94,14 @@ ACCEPTED = [
     ("reduce_dtype", "float32", F32, LEVELS[1:]),
 ]
 REASONS = {
-    "cast_model_type": r"weights.* FP32.*opt_level='O2'.*type was {}|^fp8 is for",
+    "cast_model_type": r"weights.* FP32.*opt_level='O2'.*type was {}|^fp8 needs",
     "patch_functions": r"patch_functions=True.*opt_level='O1'",
     "keep_batchnorm_fp32": r"batchnorm.* FP32.*should be None.*fp32 was {}",
     "master_weights": r"doesn't make sense to use master_weights with O[14].*was {}",
-    "fp8": r"^fp8 is for matmuls that run in half, and at O0 none do.",
-    "reduce_dtype": r"^reduce_dtype is for gradients in half, and at O0 there are none",
-    "lists": r"^lists is for operations in half, and at O0 there are none",
-    "promote": r"^promote is for operations in half, and at O0 there are none",
+    "fp8": r"^fp8 needs matmuls in half, and O0 with these options has none",
+    "reduce_dtype": r"^reduce_dtype needs gradients in half, and O0 has none",
+    "lists": r"^lists needs operations in half, and O0 has none",
+    "promote": r"^promote needs operations in half, and O0 has none",
 }
 
 
