@@ -39,12 +39,12 @@ from jamp._scaling.unscaled import are_unscaled, nan_unless, warn_without_scale
 from pallas_kernels.layouts import row_major_on_cuda
 
 _UNSCALED = (
-    "jamp.unscale got gradients that jamp.scaled_grad or jamp.unscale has divided by "
-    "the loss scale already. Delete the call of jamp.unscale."
+    "jamp.unscale got gradients that jamp.scaled_grad or jamp.unscale has already "
+    "divided by the loss scale. Delete the call of jamp.unscale."
 )
 _INSIDE = (
-    "jamp.scale_loss is called in a loss function whose loss jamp scales already. "
-    "Delete the call of jamp.scale_loss, and return the loss itself."
+    "A loss function called jamp.scale_loss, but jamp already scales its loss. Delete "
+    "the call of jamp.scale_loss, and return the loss itself."
 )
 _TWICE = (
     "jamp.scale_loss got a loss that jamp.scale_loss returned. Delete one of the two "
@@ -81,7 +81,7 @@ def scale_loss(loss: Array, state: HasLossScales, loss_id: int = 0) -> Float[Arr
     Raises:
         TypeError: the loss is not a float scalar.
         IndexError: `loss_id` is out of range.
-        ValueError: the loss is scaled, or `scaled_value_and_grad` will scale it.
+        ValueError: the loss is already scaled, or `scaled_value_and_grad` scales it.
 
     >>> import jax, jax.numpy as jnp, jamp, optax
     >>> state = jamp.initialize(
@@ -122,7 +122,7 @@ def unscale(grads: PyTree, state: HasLossScales, loss_id: int = 0) -> PyTree:
     Raises:
         TypeError: `state` is not an AmpState.
         IndexError: `loss_id` is out of range.
-        ValueError: jamp unscaled the gradients already.
+        ValueError: jamp has already unscaled the gradients.
     """
     rule, scale_state = find_loss_scale(state, loss_id, "jamp.unscale(grads, state)")
     leaves = jax.tree.leaves(grads)

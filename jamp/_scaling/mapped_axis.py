@@ -46,7 +46,7 @@ def check_bound(axis_name: Hashable) -> None:
 
 
 def varying(params: PyTree, axis_name: Hashable) -> PyTree:
-    """Marks replicated params as varying. JAX would sum their gradients in half."""
+    """Marks replicated params as varying, or JAX would sum their gradients in half."""
     mapped = _manual_axes().intersection(_names(axis_name))
 
     def leaf(x):
@@ -93,8 +93,9 @@ def agreed(
 ) -> Bool[Array, ""]:
     """Returns whether gradients are finite on all devices that share a scale.
 
-    Along `axis_name`, they are equal. Along other axes of a `shard_map`, devices may
-    hold parts of the params, and an overflow on one device makes all devices skip.
+    Along `axis_name`, the flags are already equal. Along the other axes of a
+    `shard_map`, devices may hold parts of the params. An overflow on one device makes
+    all devices skip.
     """
     rest = _manual_axes() - set(_names(axis_name))
     if _checks_vma():

@@ -4,9 +4,9 @@
     h:f16 = add_any g (transpose f)    h':f32 = add_any g' (transpose f')
 
 A half gradient is the half result of a matmul or of a sum over the batch. If the arrays
-are sharded, XLA sums it over devices in half. The rewrite changes these operations, and
-all operations from them to the gradient, to float32, also in loops and calls. Matmuls
-keep their half operands.
+are sharded, XLA sums it over devices in half. The rewrite changes the results of these
+operations to float32, and of all operations between them and the gradient, also in
+loops and calls. Matmuls keep their half operands.
 """
 
 import functools
@@ -27,7 +27,8 @@ from jamp._core.dtypes import FLOAT32, HALF_DTYPES
 # Operations whose results are float32 if all their operands are.
 _PASS = (Shape.RESHAPE, Shape.REARRANGE, Shape.REPEAT, Shape.MOVE, Shape.MARK)
 _ALSO = "add add_any sub mul div neg select_n psum psum_invariant".split()
-# Sums whose operands are as large as the activations, and are cast where they are read.
+# Sums over arrays as large as the activations. The rewrite does not make these arrays
+# float32: each sum casts its operand.
 _SUMS = ("reduce_sum", "scatter-add", "reduce_scatter")
 _CALLS = ("jit", "closed_call", CHECKPOINT, "scan", "cond", "shard_map")
 

@@ -73,7 +73,7 @@ def check_state(state: object, call: str) -> None:
 
 
 def check_single(state: Any, call: str) -> None:
-    """Raises unless `state` is an AmpState that is not replicated or an ensemble."""
+    """Raises unless `state` is one AmpState, neither replicated nor an ensemble."""
     check_state(state, call)
     shape = jnp.shape(state.step)
     if shape:

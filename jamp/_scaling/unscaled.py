@@ -27,7 +27,7 @@ from jamp._scaling.rules import HasLossScales
 
 _NO_SCALE = (
     "The gradients are computed from the params without the loss scale, which is "
-    "dynamic: small gradients are lost in half. Write "
+    "dynamic: small gradients underflow in half. Write "
     "`jamp.scaled_value_and_grad(loss_fn)(state, ...)`, or `jamp.scale_loss` before "
     "`jax.grad` and `jamp.unscale` after it. Pass loss_scale=1 to jamp.initialize if "
     "the whole loss is float32."
@@ -85,7 +85,7 @@ def nan_unless(
 
 
 def raw_of(leaf: object) -> Raw | None:
-    """Returns the origin of a gradient, if `nan_unless` returned this very array."""
+    """Returns the origin of a gradient that `nan_unless` returned, or None."""
     own, checks, loss_id, parts = _table.get(id(leaf), (lambda: None, False, 0, ()))
     if leaf is None or own() is not leaf:
         return None
@@ -116,7 +116,7 @@ def are_unscaled(grads: Sequence[Any], scale: Any) -> bool:
 def still_scaled(grads: PyTree, skips: bool) -> tuple[PyTree, Float[Array, ""] | None]:
     """Returns the scaled gradients and the scale, or `grads` and None if unknown.
 
-    Scaled gradients are not NaN after an overflow, so the step must have a skip.
+    After an overflow, some scaled gradients are finite, so the step needs its own skip.
     """
     leaves, structure = jax.tree.flatten(grads)
     raws = [raw_of(leaf) for leaf in leaves]

@@ -34,10 +34,10 @@ from jamp._scaling.unscaled import nan_unless
 _CALL = "jamp.scaled_value_and_grad(loss_fn)(state, ...)"
 _CALLED = (
     "jamp called loss_fn({}). The first argument of loss_fn is the params of the "
-    "state. After the state, pass the other arguments."
+    "state. Pass the other arguments after the state."
 )
 _TRACED = (
-    "jamp traces loss_fn, as jax.jit does. Replace `if` by jnp.where, and return "
+    "jamp traces loss_fn, as jax.jit does. Replace `if` with jnp.where, and return "
     "values with has_aux=True instead of calling `float`."
 )
 
@@ -49,7 +49,7 @@ def check_call[**P, T](fn: Callable[P, T]) -> Callable[P, T]:
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
         if len(args) > 1:
             raise TypeError(
-                f"{fn.__name__} takes the loss function alone and returns a function. "
+                f"{fn.__name__} takes only the loss function, and returns a function. "
                 f"Write `{fn.__name__}(loss_fn)(state, *args)`; with NNX "
                 f"`jamp.nnx.{fn.__name__}(loss_fn)(model, optimizer, *args)`."
             )
@@ -115,8 +115,8 @@ def scaled_value_and_grad(
             gradients are averaged over it in float32. Under `jit` with sharded arrays,
             leave it out.
         predivide: apex's `gradient_predivide_factor`. It divides the gradients before
-            the sum over `axis_name`, so that the sum does not overflow. The rest of the
-            axis size divides them afterwards.
+            the sum over `axis_name`, so that the sum does not overflow. After the sum,
+            jamp divides by the axis size over `predivide`.
 
     Returns:
         `f(state, *args, **kwargs) -> (loss, grads)`, or `((loss, aux), grads)`. The
