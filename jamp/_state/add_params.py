@@ -31,7 +31,7 @@ def with_more_params[S](
     extra: Sequence[str],
     fields: Mapping[str, Any],
 ) -> S:
-    """Returns a state with all params. `fields` adds to the state's `extra` fields."""
+    """Returns a state with all params. `fields` extends the state's `extra` fields."""
     old: Any = state
     by_key = groups_of(old)
     keys, is_single = tuple(by_key), SINGLE in by_key

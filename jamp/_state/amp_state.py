@@ -51,7 +51,7 @@ class _Dataclass(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
 
-# Without numbers and strings, a type checker reports a misspelt keyword.
+# It excludes numbers and strings, so that a type checker reports a misspelt keyword.
 type Field = (
     jax.Array
     | np.ndarray
@@ -209,7 +209,7 @@ class AmpState(TrainState, kw_only=True):
         allow_incoming_model_not_fp32: bool = False,
         **fields: Field,
     ) -> Self:
-        """Returns the state with more params, as apex's `add_param_group`.
+        """Returns the state with more params, like apex's `add_param_group`.
 
         It casts new params to the level and gives them masters and a fresh optimizer
         state. Old params keep every bit. Call it outside `jit`. The structure of the
@@ -304,7 +304,7 @@ def _next_field(
             "Any`."
         )
     if name not in array_fields(state):
-        raise TypeError(f"{name} is static: set it by `state.replace({name}=...)`.")
+        raise TypeError(f"{name} is static: set it with `state.replace({name}=...)`.")
     old, keys = getattr(state, name), groups.group_keys(state.tx)
     if old is None and new is None:
         return None

@@ -55,7 +55,7 @@ def check(
     Raises:
         TypeError: `state` is not an AmpState.
         ValueError: `max_consecutive_skips` is less than 1; or a loss scale is 0,
-            negative, inf or NaN, because Orbax restored it so.
+            negative, inf or NaN, for example after Orbax restored it.
         FloatingPointError: a dynamic scale is at its floor after a skip;
             `max_consecutive_skips` steps in a row were skipped, or states in a row had
             stalled.
@@ -67,7 +67,7 @@ def check(
     ...     state = state.apply_gradients(grads=bad)
     >>> jamp.check(state, max_consecutive_skips=3)
     Traceback (most recent call last):
-    FloatingPointError: Loss 0 skipped 3 steps in a row, its scale is 8192: ...
+    FloatingPointError: Loss 0 skipped 3 steps in a row, and its scale is 8192: ...
     """
     check_state(state, "jamp.check(state)")
     most = max_consecutive_skips
@@ -87,7 +87,7 @@ def check(
             at_floor = rule.moves and skips > 0 and scale <= lowest_scale(rule)
             if skips >= max_consecutive_skips or at_floor:
                 raise FloatingPointError(
-                    f"Loss {loss_id} skipped {skips} steps in a row, its scale is "
+                    f"Loss {loss_id} skipped {skips} steps in a row, and its scale is "
                     f"{scale:g}: the gradients are not finite at any scale. "
                     + (_ASK if locate is None else str(locate()))
                 )

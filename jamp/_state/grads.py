@@ -102,7 +102,7 @@ def _loss_grads(grads: PyTree, loss_id: int, state: HasLossScales) -> LossGrads:
 def _entries_of(
     grads: PyTree, keys: tuple[Key, ...], state: HasLossScales
 ) -> dict[Key, PyTree]:
-    """Returns the gradients by group, without groups that have none."""
+    """Returns the gradients by group. It omits groups without gradients."""
     if isinstance(state.params, Mapping):
         fits = isinstance(grads, Mapping) and set(grads) <= set(keys)
     else:

@@ -150,7 +150,7 @@ def initialize_beside(
     allow_incoming_model_not_fp32: bool = False,
     **others: Any,
 ) -> Any:
-    """Does what `initialize` does. Rules may also name `frozen` params."""
+    """Implements `initialize`. Rules such as `keep_fp32` may match `frozen` params."""
     overrides = {k: others.pop(k) for k in LevelOptions.__optional_keys__ & {*others}}
     properties = Properties.from_opt_level(opt_level, enabled=enabled, **overrides)
     check_containers(params, tx)

@@ -54,7 +54,7 @@ def load(state: TrainState, params: PyTree, reset_optimizer: bool) -> dict[str, 
     before = {name: getattr(state, name) for name in changes}
     if jax.tree.structure(changes) == jax.tree.structure(before):
         changes = jax.tree.map(place_like, changes, before)
-    else:  # this is another optimizer: initialize it from the params
+    else:  # `reset_optimizer` initialized another optimizer, as after `replace(tx=)`
         changes = replicate_uncommitted(changes, params)
     own = {id(x) for x in jax.tree.leaves(state.params)}
     theirs = [x for x in jax.tree.leaves((given, params)) if id(x) not in own]

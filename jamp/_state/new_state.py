@@ -1,4 +1,4 @@
-"""Creates a state: optimizer states, loss scales, counters, and their placement.
+"""Creates a state: its optimizer states, loss scales, counters and their placement.
 
 Moments get the sharding of their params; scalars are replicated.
 """
@@ -175,7 +175,8 @@ def _moments_like_params[T](opt_state: T, params: PyTree) -> T:
 def replicate_uncommitted[T](state: T, params: PyTree) -> T:
     """Replicates scalars and uncommitted fields on the mesh of the params.
 
-    The first step would replicate them, and then the second step would compile again.
+    Otherwise, the first step would replicate them, and the second step would compile
+    again.
     """
     shardings = [_named(x) for x in jax.tree.leaves(params)]
     meshes = {s.mesh for s in shardings if s is not None}

@@ -13,7 +13,8 @@ from jamp._core.tree import all_finite, select
 from jamp._scaling.rules import LossScaleState, count_skips
 from jamp._scaling.unscaled import raw_of
 
-# It is Python's True if the rule does not check.
+# Whether a loss and its gradients are finite. It is Python's True if the rule does not
+# check.
 type Flag = Bool[Array, ""] | bool
 
 
@@ -31,8 +32,8 @@ def keep_on_skip[T](clean: Flag, new: T, old: T) -> T:
 def is_clean(grads: Sequence[Array], loss_id: int) -> Flag:
     """Returns whether all gradients of a loss are finite.
 
-    It reuses the flag of `scaled_value_and_grad` if it is known, and checks other
-    gradients.
+    It reuses the flag of `scaled_value_and_grad` if it is known. Otherwise, it checks
+    the gradients.
 
     Raises:
         ValueError: the gradients belong to another loss.
@@ -42,8 +43,8 @@ def is_clean(grads: Sequence[Array], loss_id: int) -> Flag:
         raw = raw_of(grad)
         if raw is not None and raw.loss_id != loss_id:
             raise ValueError(
-                f"The gradients are of loss_id={raw.loss_id}, but apply_gradients got "
-                f"loss_id={loss_id}: pass `loss_id={raw.loss_id}`, to move its scale."
+                f"apply_gradients got loss_id={loss_id}, and gradients of "
+                f"loss_id={raw.loss_id}: pass `loss_id={raw.loss_id}`."
             )
         if raw is None or raw.finite is None:
             others.append(grad)

@@ -66,7 +66,7 @@ def watch(state: Any) -> tuple[Seen | None, Seen]:
 
 
 def forget() -> None:
-    """Forgets all runs, because a restored state does not follow from another state."""
+    """Forgets all runs. A new or restored state does not continue one of them."""
     _runs.clear()
 
 

@@ -239,7 +239,7 @@ def test_check_names_the_culprit():
     with pytest.raises(FloatingPointError) as error:
         jamp.check(state, 2, locate=culprit)
     text = str(error.value)
-    assert text.startswith("Loss 0 skipped 2 steps in a row, its scale is 16384")
+    assert text.startswith("Loss 0 skipped 2 steps in a row, and its scale is 16384")
     assert "a logarithm" in text and lines_of(log_of_zero)[0] in text.replace("\n", "")
     with pytest.raises(FloatingPointError, match=r"locate\(loss_fn\)\(state"):
         jamp.check(state, 2)

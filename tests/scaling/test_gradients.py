@@ -196,7 +196,7 @@ def test_the_table_keeps_no_array_alive():
 def test_gradients_of_another_loss_are_refused():
     state = begin("O2", num_losses=2)
     grads = jamp.scaled_grad(loss_fn, loss_id=1)(state, XS[0])
-    words = "gradients are of loss_id=1, but apply_gradients got loss_id=0"
+    words = "apply_gradients got loss_id=0, and gradients of loss_id=1"
     for given, loss_id in ((grads, 0), ((grads, grads), (1, 0))):
         with pytest.raises(ValueError, match=words):
             state.apply_gradients(grads=given, loss_id=loss_id)
