@@ -32,7 +32,7 @@ def state_dict(state: AmpState) -> dict[str, dict[str, float | int]]:
 def load_state_dict(state: AmpState, state_dict: Mapping[str, Any]) -> AmpState:
     """Returns the state with the loss scales of a state dict, jamp's or apex's.
 
-    The limits and the window of a rule stay. A different static scale compiles the step
+    A rule keeps its limits and its window. A different static scale compiles the step
     again.
     """
     check_single(state, "jamp.load_state_dict(state, state_dict)")

@@ -29,7 +29,7 @@ _SCALER = re.compile(r"loss_scaler\d+")
 _FLAX = ("step", "params", "opt_state")
 _COUNTERS = ("skipped_steps", "last_step_skipped")
 _WHAT_IS_READ = (
-    "from_checkpoint takes what jamp.to_checkpoint gave, or the state dict of a "
+    "from_checkpoint takes the result of jamp.to_checkpoint, or the state dict of a "
     "flax.training TrainState"
 )
 
@@ -86,9 +86,9 @@ def from_checkpoint(state: AmpState, checkpoint: PyTree) -> AmpState:
 
     From the same level, all arrays have the same bits. From another level, masters,
     moments, counters and fields have the same bits, and the params are the masters,
-    rounded. The loss scale moves too if both levels have a dynamic one; otherwise, it
-    starts again. The state has copies of the arrays, so donating it does not delete the
-    checkpoint's.
+    rounded. If both levels have a dynamic loss scale, the scale continues. Otherwise,
+    it starts again. The state has copies of the arrays, so donating it does not delete
+    the checkpoint's.
 
     Args:
         state: an AmpState with the same model, optimizer and number of losses, or its
@@ -168,8 +168,8 @@ def _read(checkpoint: Any, state: AmpState, expected: dict[str, Any]) -> dict[st
     version, level = (number(checkpoint.get(x, 0)) for x in ("version", "opt_level"))
     if version > VERSION and version % 1 == 0:
         raise ValueError(
-            f"The checkpoint is of version {int(version)}, and this jamp reads "
-            f"versions 1 to {VERSION}: install a newer jamp."
+            f"The checkpoint has version {int(version)}, but this jamp reads versions "
+            f"1 to {VERSION}: install a newer jamp."
         )
     for name, value, allowed in (
         ("version", version, range(1, VERSION + 1)),
@@ -192,9 +192,9 @@ def _from_flax(
     """Completes a plain Flax state with the values of a fresh state."""
     if "loss_scales" in checkpoint:
         raise ValueError(
-            "The checkpoint is an AmpState itself, as Flax names its parts: restore it "
-            "with `flax.serialization.from_state_dict` into a state of the same opt "
-            "level, and save `jamp.to_checkpoint(state)` from now on."
+            "The checkpoint is the Flax state dict of an AmpState: restore it with "
+            "`flax.serialization.from_state_dict` into a state of the same opt level, "
+            "and save `jamp.to_checkpoint(state)` from now on."
         )
     if "params" not in checkpoint:
         raise ValueError(
@@ -240,7 +240,7 @@ def _check_found(
         expected,
         "The checkpoint",
         "Call jamp.initialize with the model, the optimizer and the fields of the run "
-        "that saved it; the opt level may be another. If its params "
+        "that saved it; the opt level may differ. If its params "
         "and moments are half, cast them first: `jax.tree.map(lambda x: x.astype("
         "'float32') if getattr(x, 'dtype', None) in ('bfloat16', 'float16') else x, "
         "checkpoint)`.",
@@ -253,9 +253,9 @@ def _check_found(
 
 
 def _scales(state: AmpState, found: dict[str, Any]) -> tuple[LossScaleState, ...]:
-    """Returns the checkpoint's scales if both rules move or neither does, or new ones.
+    """Returns the checkpoint's scales where both rules move or neither does.
 
-    A static scale is always the scale of its rule.
+    Other scales are new. A static scale is always the scale of its rule.
     """
     scales = []
     for i, rule in enumerate(state.loss_scale_rules):

@@ -150,7 +150,7 @@ RBG, KEY = jax.random.key(1, impl="rbg"), jax.random.key(1)
 MODELS = {"tree": [jnp.ones(2)] * 2, "tx": [ADAM] * 2}
 CAST = "float16, expected float32.*cast them first"
 RAW = "flax.serialization.from_state_dict.*same opt level.*to_checkpoint"
-TAKES = "jamp.to_checkpoint gave, or .*TrainState; got .*keys"
+TAKES = "result of jamp.to_checkpoint, or .*TrainState; got .*keys"
 # A pattern for the message, a function that makes the checkpoint, and target options.
 WRONG = [
     (f"{BIAS} is missing.*model", lambda: changed(BIAS), {}),
