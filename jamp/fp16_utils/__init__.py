@@ -1,6 +1,6 @@
 """apex's older interfaces in functional form: methods take the state and return it.
 
-This package may import all packages except `nnx` and `diagnostics`.
+May import all packages below it, but not `_checkpoint`, `diagnostics` and `nnx`.
 """
 
 from jamp.fp16_utils._flat import FlatFP16_Optimizer as FlatFP16_Optimizer

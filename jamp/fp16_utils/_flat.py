@@ -20,7 +20,7 @@ from jamp.optimizers._masters import master_weights
 from pallas_kernels import norm
 
 
-class FlatFP16_Optimizer(FP16_Optimizer):  # noqa: N801, apex's way to write it
+class FlatFP16_Optimizer(FP16_Optimizer):  # noqa: N801, apex's name
     """`FP16_Optimizer` around fused optimizers that step one flat vector per group.
 
     `step` unscales the sum of all `backward` passes. It skips if the norm of a group's

@@ -215,8 +215,8 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         """Steps the masters and rounds them to the params, or skips on overflow.
 
         A closure `state -> (loss, state)` calls `zero_grad` and `backward`. `step`
-        calls it again while it overflows and the scale is above its floor, and so do
-        line searches. With a closure, `step` returns `(loss, state)`.
+        calls it again while it overflows and the scale is above its floor. A line
+        search also calls it. With a closure, `step` returns `(loss, state)`.
         """
         loss, update_args = None, {}
         if closure is not None:
@@ -270,7 +270,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         return state.replace(model_grads=None, master_grads=grads, overflow=clean)
 
     def inspect_master_grad_data(self, state: FP16State) -> PyTree | None:
-        """Returns the masters' gradients, or None and a warning after an overflow."""
+        """Returns the masters' gradients. After an overflow, warns and returns None."""
         if state.overflow:
             warn("The gradients overflowed and are invalid.", PrecisionWarning)
         return None if state.overflow else state.master_grads

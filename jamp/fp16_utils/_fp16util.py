@@ -48,9 +48,9 @@ _HALF = Properties.from_opt_level("O2", cast_model_outputs=jnp.float16)
 
 
 def network_to_half(params: PyTree, batch_stats: PyTree = None) -> Any:
-    """Casts params to float16, except BatchNorm's. `jamp.cast_model` finds these.
+    """Casts params to float16, except BatchNorm's, as `jamp.cast_model` does.
 
-    It does not cast inputs. For this, use `FP16Model`, or `tofp16` as the first layer.
+    To cast the inputs too, use `FP16Model`, or `tofp16` as the first layer.
     """
     return convert_network(params, jnp.float16, batch_stats)
 
@@ -58,12 +58,12 @@ def network_to_half(params: PyTree, batch_stats: PyTree = None) -> Any:
 def convert_network(
     params: PyTree, dtype: DTypeLike, batch_stats: PyTree = None
 ) -> Any:
-    """Casts params to `dtype`, except BatchNorm's. `jamp.cast_model` finds these."""
+    """Casts params to `dtype`, except BatchNorm's, as `jamp.cast_model` does."""
     return cast_model(params, dtype, keep_batchnorm_fp32=True, batch_stats=batch_stats)
 
 
 def convert_module(params: Mapping[Any, Any], dtype: DTypeLike) -> Any:
-    """Casts the params of a module to `dtype`, without its submodules."""
+    """Casts a module's own params to `dtype`, but not those in its submodules."""
     if not isinstance(params, Mapping):
         raise TypeError(
             "convert_module takes the mapping of a module's params, got "
@@ -75,7 +75,7 @@ def convert_module(params: Mapping[Any, Any], dtype: DTypeLike) -> Any:
 
 
 def BN_convert_float(params: PyTree, batch_stats: PyTree = None) -> Any:  # noqa: N802
-    """Casts BatchNorm's params to float32, and no others."""
+    """Casts only BatchNorm's params to float32."""
     return cast_params(params, None, keep_rule(params, True, batch_stats, ()))
 
 
