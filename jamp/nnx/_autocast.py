@@ -1,4 +1,4 @@
-"""Functions of NNX models under autocast, and models whose call runs under a level."""
+"""Autocasts functions of NNX models, and runs the call of a model under its level."""
 
 import contextlib
 import functools

@@ -52,7 +52,7 @@ class Optimizer(nnx.Optimizer):
             setattr(self, name, nnx.data(to_opt_state(getattr(state, name))))
 
     def __repr__(self) -> str:
-        """Returns the summary that an AmpState prints; NNX would print all arrays."""
+        """Returns the summary of an AmpState, because NNX would print all arrays."""
         parts = {name: nnx.as_pure(getattr(self, name)) for name in _PARTS}
         parts |= {"properties": self.properties, "loss_scale": self.loss_scale}
         state = types.SimpleNamespace(**parts)
@@ -61,7 +61,7 @@ class Optimizer(nnx.Optimizer):
     __str__ = __repr__  # NNX defines one with colors
 
     def amp_state(self, models: Models) -> AmpState:
-        """Returns an AmpState, for `jamp.to_checkpoint`, `jamp.check` and others.
+        """Returns an AmpState for functions such as `jamp.to_checkpoint`.
 
         Raises:
             ValueError: trained Variables have other paths, shapes or dtypes than at
@@ -147,7 +147,7 @@ class Optimizer(nnx.Optimizer):
         """
         leaves = jax.tree.leaves(models, is_leaf=is_node)
         if grads is None or not all(isinstance(x, nnx.Module) for x in leaves):
-            raise TypeError("Write optimizer.update(model, grads): the model first.")
+            raise TypeError("Write optimizer.update(model, grads): model first.")
         grads = _pure(grads, self.wrt)
         state = self.amp_state(models)
         args = _pure(update_args, self.wrt)

@@ -84,8 +84,8 @@ def loss_call(
     arguments = list(call.nodes.values())[call.first.num_leaves :]
     if shared := shared_variable(models, arguments):
         raise ValueError(
-            f"An argument of the loss shares the Variable {shared} with the model, and "
-            "would have no gradient. Read the Variable from the model inside the loss, "
+            f"An argument of the loss shares the Variable {shared} with the model. The "
+            "Variable would have no gradient. Read it from the model inside the loss, "
             "or pass an `nnx.clone(...)` of the argument."
         )
     return call
@@ -123,7 +123,7 @@ class PureCall:
         self.values = [variable.get_value() for _, variable in self.rest]
 
     def __call__(self, params: PyTree, others: Any, values: Any) -> tuple[Any, Any]:
-        """Calls `fn`. A Variable to which `fn` does not write has None in `written`."""
+        """Calls `fn`. `written` has None for each Variable that `fn` did not write."""
         trained = {} if params is None else self.first.flatten_up_to((params,))
         pairs = zip(self.rest, values, strict=True)
         rest = [(path, v.replace(self._show(path, v, x))) for (path, v), x in pairs]
