@@ -137,7 +137,7 @@ class FusedAdam(fused.FusedRule):
             "root": root,
             "decay": self.weight_decay,
             "b1": self.b1,
-            # Python's numbers are not float32, where digits would cancel
+            # Python subtracts in float64. In float32, digits would cancel.
             "a1": 1 - self.b1 if self.grad_averaging else 1.0,
             "b2": self.b2,
             "a2": 1 - self.b2,

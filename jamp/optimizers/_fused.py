@@ -112,8 +112,8 @@ class FusedRule(Hyperparameters, Rule):
     def clipped(self, options: Options, grads: Sequence[Array]) -> Options:
         """Returns options whose `unscale` clips gradients by their norm.
 
-        A `max_grad_norm` of 0 clips nothing. `optax.inject_hyperparams` makes it an
-        array.
+        A `max_grad_norm` of 0 clips nothing. `optax.inject_hyperparams` passes it as an
+        array, whose value is unknown here.
         """
         most: Any = self.max_grad_norm
         if is_zero(most):
@@ -209,7 +209,7 @@ class FusedRule(Hyperparameters, Rule):
 
 
 class Transformation(optax.GradientTransformationExtraArgs):
-    """The pair of optax, as the methods `init` and `update` of a frozen dataclass.
+    """optax's pair of functions, which are methods of a frozen dataclass, the rule.
 
     Transformations with equal rules are equal, so that JAX does not compile again.
     """

@@ -59,7 +59,10 @@ class Hyperparameters:
         if isinstance(value, bool) or not is_one(value):
             raise self._not_one(name, value)
         if is_number(value) and not 0 <= value < below:
-            raise ValueError(f"{self.name}: invalid {name}: {value}.")
+            most = "finite" if below == math.inf else f"less than {below}"
+            raise ValueError(
+                f"{self.name}: {name} must be at least 0 and {most}, got {value}."
+            )
 
     def _not_one(self, name: str, value: object) -> TypeError:
         text = f"{self.name}: {name} must be a number, got {short_repr(value)}."
@@ -71,7 +74,7 @@ class Hyperparameters:
         if callable(rate):
             rate = rate(count)
             if not is_one(rate):
-                raise self._not_one("what the schedule returns", rate)
+                raise self._not_one("the result of the schedule", rate)
         return jnp.asarray(rate, jnp.float32)
 
     def options(

@@ -131,7 +131,7 @@ class _LARC(fused.Hyperparameters):
         grads = jax.tree.map(widen, updates)
         if (unscale := options.unscale) is not None:
             grads = jax.tree.map(lambda g: g * unscale.astype(g.dtype), grads)
-        # Cast, so that states of `inner` are float32 from the first step on.
+        # `inner` gets float32 params, so that its state stays float32.
         params = jax.tree.map(widen, params)
         grads = self._adapted(grads, state.count, params)
         updates, inner_state = optax.with_extra_args_support(inner).update(

@@ -2,7 +2,7 @@
 
 Based on apex/amp/_process_optimizer.py, but never lazy (apex issues 480, 966 and 341).
 A param with its master is a `pallas_kernels.Weight`. A state keeps masters as a tree
-with holes for float32 params, so that no array occurs twice.
+with holes for float32 params, because a donated state must not contain an array twice.
 """
 
 import dataclasses
@@ -142,7 +142,7 @@ def stochastic_rounding(tx: optax.GradientTransformation) -> Transformation:
 
 
 def delta_to(updates: PyTree, new: PyTree, params: PyTree) -> PyTree:
-    """Returns updates that `optax.apply_updates` adds to get the new half params."""
+    """Returns updates with which `optax.apply_updates` gives the new half params."""
     return jax.tree.map(
         lambda u, n, p: n.astype(FLOAT32) - p.astype(FLOAT32) if is_half(p) else u,
         updates,

@@ -155,7 +155,7 @@ MISTAKES = [
     ),
     mistake("found_inf must be a number, got", found_inf=TWO > 0),
     mistake("found_inf must be", LARC, found_inf=TWO),
-    mistake("what the schedule returns must be", jo.fused_sgd(lambda count: TWO)),
+    mistake("the result of the schedule must be", jo.fused_sgd(lambda count: TWO)),
     mistake("must be a FusedAdamState, got a FusedSGD", ADAM, PLAIN.init(PARAMS)),
     mistake("a FusedAdamState, got a tuple", ADAM, optax.adam(0.1).init(PARAMS)),
     mistake("made without momentum", jo.fused_sgd(0.1, 0.9), PLAIN.init(PARAMS)),
