@@ -1,7 +1,8 @@
 """Reports on programs and training steps.
 
-May import all packages except `nnx`. `_autocast` records its decisions as notes in the
-program that it writes. These modules count, explain and print them.
+May import all packages except `_checkpoint`, `fp16_utils` and `nnx`. `_autocast`
+records its decisions as notes in the program that it writes. These modules count,
+explain and print them.
 
 - `explain`: `_explain` converts a program to `_operation`s; `_explanation` prints them.
 - `locate`, `recommend_scale`: `_step` traces a step, and `_replay` runs it one
