@@ -44,7 +44,7 @@ class Case:
         self.votes = {value.vote for value in given} - {None}
         # Whether a result is float32 in the user's program, unlike a comparison's.
         self.has_float32_result = any([is_float32(v) for v in eqn.outvars])
-        # Whether an operand, and a result, is too large or small for half.
+        # Whether an operand, and whether the result, may be beyond half's range.
         self.asks = self.result_asks = self.adds_to_carry = False
         self.bias: jc.Var | None = None
         self.vote: Any = values.half if rule is Rule.HALF else FLOAT32
@@ -212,7 +212,7 @@ class Case:
         return None
 
     def _normalizes(self) -> bool:
-        """Whether it is part of a norm of a half value. The result is half.
+        """Whether it is part of a norm of a half value, whose result is then half.
 
         torch's batch and group norms also return the dtype of their input.
         """

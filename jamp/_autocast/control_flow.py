@@ -5,7 +5,7 @@
 
 An inner program takes and returns other dtypes only if nothing relies on the user's
 dtypes. A carry keeps its dtype unless it is a half activation. A constant of a scan
-keeps its dtype, because its gradient is a sum over the trips.
+keeps its dtype, because its gradient is a sum over the iterations.
 """
 
 import functools
@@ -73,9 +73,9 @@ def _open(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
 def _scan(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     """Rewrites a scan. Its body takes each slice in the dtype that the slice votes for.
 
-    A carry has the same dtype before and after a trip. A carry that sums over the trips
-    would lose digits in half. So would the gradient of a constant, which the backward
-    pass sums over the trips.
+    A carry has the same dtype before and after an iteration. A carry that sums over the
+    iterations would lose digits in half. So would the gradient of a constant, which the
+    backward pass sums over the iterations.
     """
     (frame,), values = frames, rewriter.values
     fixed = frame.consts + frame.carries
@@ -108,7 +108,7 @@ def _scan(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
 def _half_carries(
     rewriter: Rewriter, eqn: jc.JaxprEqn, frame: Frame, given: Sequence[Value]
 ) -> set[int]:
-    """Returns the carries that are half after each trip and that nothing sums.
+    """Returns the carries that are half after each iteration and that nothing sums.
 
     `given` are the inputs of the body, with float32 carries.
     """
@@ -126,7 +126,7 @@ def _half_carries(
 
 
 def _while(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
-    """Rewrites a while loop. JAX sums no gradient of its constants over the trips."""
+    """Rewrites a while loop. JAX does not sum gradients over its iterations."""
     (cond, body), values = frames, rewriter.values
     consts = cond.consts + body.consts
     places = range(consts, len(eqn.invars))
@@ -206,7 +206,7 @@ def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> No
     prim = hi_primitive(eqn)
     consts = 0 if prim is not None else derivatives.custom_consts(eqn)
 
-    # JAX traces the user's rule only when it differentiates, and calls this then.
+    # JAX calls this when it differentiates, and only then traces the user's rule.
     def write(jaxpr: jc.Jaxpr, absent: Sequence[bool], zeros: Sequence[bool]):
         # JAX requires that a tangent has the dtype of its primal in `inner`. Only an
         # integer's tangent is a float0.

@@ -27,10 +27,10 @@ class Decision(NamedTuple):
 
     dtype: Any  # the dtype of its results, and of its cast operands
     why: str  # a short reason, see `Note.why`
-    # A bias, a weight that the trips of a loop share, or an embedding table, if its
-    # gradient is a float32 sum.
+    # A bias, a weight that the iterations of a loop share, or an embedding table, if
+    # its gradient is a float32 sum.
     summed: jc.Var | None = None
-    apart: bool = False  # whether its casts serve no other equation
+    apart: bool = False  # whether other equations may not read its casts
     fp8: jc.Var | None = None  # the weight of a matmul that runs in fp8
     repeated: jc.Var | None = None  # the broadcast operand of a float32 sum with half
 
@@ -181,7 +181,7 @@ def _repeated(case: Case) -> jc.Var | None:
 def summed_weight(case: Case) -> jc.Var | None:
     """Returns the operand of a matmul whose gradient sums several terms, or None.
 
-    Either all trips of a loop share the operand, or a lookup reads its rows as well.
+    All iterations of a loop share the operand, or a lookup also reads its rows.
     """
     if not is_plain(case.eqn):
         return None

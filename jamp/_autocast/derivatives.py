@@ -39,7 +39,7 @@ def advising() -> Iterator[None]:
 
 
 _CLOSED_OVER = (
-    "Under autocast, as in jax.jit, a function with its own derivative must not close "
+    "Under autocast, as in jax.jit, a function with a custom derivative must not close "
     "over an array that is computed from arguments. Pass the array as an argument."
 )
 

@@ -34,7 +34,7 @@ class Kind(enum.Enum):
 
     CALL = "call"  # once
     BRANCH = "branch"  # one of them
-    LOOP = "loop"  # repeatedly, with the carries of the previous trip
+    LOOP = "loop"  # repeatedly, with the carries of the previous iteration
     MAP = "map"  # once on each device, with a shard of the operands
 
 
@@ -84,12 +84,12 @@ class Frame(NamedTuple):
     operands: Sequence[Any]  # the operands of the equation that the program takes
     results: Sequence[Any]  # the results of the equation that the program returns
     # Whether values may pass in any dtype. Otherwise the program keeps its dtypes,
-    # because the user's derivative, a mesh or the next trip relies on them.
+    # because the user's derivative, a mesh or the next iteration relies on them.
     is_open: bool
     own_residuals: bool = False  # whether the user chose the residuals
-    consts: int = 0  # how many operands of a loop are the same in all trips
-    carries: int = 0  # how many operands after them a trip passes to the next
-    trips: int | None = 1  # None if unknown
+    consts: int = 0  # how many operands of a loop are the same in all iterations
+    carries: int = 0  # how many operands after them an iteration passes to the next
+    trips: int | None = 1  # the number of iterations; None if unknown
     label: str = ""  # names the program if an equation holds several
 
     @property

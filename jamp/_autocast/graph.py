@@ -1,4 +1,4 @@
-"""Replaces regions of a program by one checkpoint each.
+"""Replaces each region of a program with one checkpoint.
 
     0: x:f32 = convert y    read by 1 and 2
     1: t:f32 = mul x x      needs 0
@@ -7,7 +7,8 @@
     z:f16 = checkpoint[jaxpr={ y. x = convert y; t = mul x x; z = convert t }] y
 
 `islands` and `heads` find the regions, only by dtypes. The graph knows which equations
-make and read a value, which results leave a region, and where its checkpoint belongs.
+make and read a value, which results other equations read, and where to put the
+checkpoint of a region.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -99,7 +100,7 @@ class Graph:
         """Returns the program with one equation in place of each region.
 
         The equation is at the end of the region. An earlier equation that needs a
-        result of the region moves behind it.
+        result of the region moves after it.
         """
         ends = {max(region.members): (region, new) for region, new in regions}
         gone = set().union(*(r.members - r.shared for r, _ in regions))

@@ -121,8 +121,9 @@ def _shared(graph: Graph, members: set[int]) -> set[int]:
 def _head(graph: Graph, source: jc.Var, labels: Labels) -> set[int]:
     """Returns the places of the equations in the head of a half array, or no places.
 
-    An array has no head if a large value leaves it, because JAX would save that value
-    anyway. It also has no head if the head would read a large float32 value.
+    An array has no head if equations outside would read a large value of the head,
+    because JAX would save that value anyway. It also has no head if the head would read
+    a large float32 value.
     """
     eqns, size = graph.eqns, size_of(source)
 

@@ -73,7 +73,7 @@ def _expanded(same: Itself) -> jc.Jaxpr | None:
     except Exception as error:  # noqa: BLE001
         name, kind = type(prim).__name__, type(error).__name__
         warn(
-            f"autocast cannot look into {name!r}, because its `expand` raised {kind}: "
+            f"autocast cannot read {name!r}, because its `expand` raised {kind}: "
             f"{error}",
             AutocastWarning,
         )

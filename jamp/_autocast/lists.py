@@ -146,7 +146,7 @@ class AutocastLists:
         return self._with(What.ATTRIBUTE, _attribute(module, name), Rule.FLOAT32)
 
     def register_promote_function(self, module: object, name: str) -> "AutocastLists":
-        """Runs each operation of `module.name` in its widest operand's dtype."""
+        """Runs each operation of `module.name` in the widest dtype of its operands."""
         return self._with(What.ATTRIBUTE, _attribute(module, name), Rule.PROMOTE)
 
     def register_half_kernel(self, module: object, name: str) -> "AutocastLists":

@@ -75,7 +75,7 @@ def flow(program: jc.Jaxpr, given: Sequence[Tags], rule: TagRule) -> list[Tags]:
 
 
 def _with_all(carries: Sequence[Tags], values: Sequence[Tags]) -> list[Tags]:
-    """Adds the tags of all values to each carry, as several iterations may do."""
+    """Adds the tags of all values to each carry, for any number of iterations."""
     shared = {tag for tags in values for tag in tags if not isinstance(tag, tuple)}
     return [tags | shared for tags in carries]
 

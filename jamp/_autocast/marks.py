@@ -201,7 +201,7 @@ def _is_float32_array(x: Any) -> bool:
 def traced_for(
     half: Any, lists: AutocastLists, casts: bool = True
 ) -> AbstractContextManager[None]:
-    """Replaces functions while a function is traced; kernels get half if `casts`."""
+    """Replaces functions during a trace. Kernels get half operands if `casts`."""
     return tracing_for(half, list(_replaced(lists)), casts)
 
 

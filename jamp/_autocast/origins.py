@@ -42,7 +42,7 @@ class Origin(NamedTuple):
     normalized: bool = False  # whether its own statistic was applied to it
 
     def numbered(self, numbers: dict[Any, int]) -> "Origin":
-        """Replaces arrays by numbers, so that origins of two programs can be equal."""
+        """Replaces arrays with numbers, so that two programs can have equal origins."""
 
         def numbers_of(arrays: frozenset[Any]) -> frozenset[Any]:
             return frozenset(numbers.setdefault(x, len(numbers)) for x in arrays)
@@ -77,7 +77,7 @@ def is_bias(bias: Atom, origin: Origin, of_matmul: Origin) -> bool:
     if matmul is None or origin.matmul is not None:
         return False
     if origin.roots & of_matmul.roots:
-        return False  # such as a gelu's `x + 0.04 * x**3` with one row
+        return False  # a gelu adds `0.04 * x**3` to `x`, which may have one row
     axes = [i for i, n in enumerate(shape) if n > 1]
     if origin.varies is not None:
         axes = [i for i in axes if i in origin.varies]

@@ -31,7 +31,7 @@ from jamp._core.dtypes import HALF_DTYPES
 def with_pins(
     eqns: Sequence[jc.JaxprEqn], variables: Collection[jc.Var]
 ) -> list[jc.JaxprEqn]:
-    """Pins variables that equations make or read before the equations read them."""
+    """Pins variables that the equations make or read, before the first read of each."""
     pinned: dict[Any, jc.Var] = {}
 
     def pin(v: jc.Var, place: jc.JaxprEqn) -> jc.JaxprEqn:

@@ -58,7 +58,7 @@ def program(
     rules: Mapping[str, ProgramRule],
     out_uses: Sequence[Any] = (),
 ) -> "Rewriter":
-    """Reads a program once and rewrites it, without its results.
+    """Reads a program once, and rewrites all of it except the casts of its results.
 
     It takes its inputs in the dtypes of `given`, or by default in the user's dtypes.
     `rules` write the equations that contain programs. `out_uses` are the uses of the
@@ -85,7 +85,7 @@ class Rewriter(Writer):
         self.fp8 = fp8.plan(values, out_uses) if fp8 else None
         # Maps values to their fp8 versions and the exponents of their scales.
         self.quantized: dict[Atom, list[jc.Var]] = {}
-        self.matmuls = 0  # the number of matmuls with a weight that all trips share
+        self.matmuls = 0  # the matmuls with a weight that all iterations share
         self._written: dict[Any, jc.Jaxpr] = {}
         for eqn in values.program.eqns:
             self.equation(eqn)

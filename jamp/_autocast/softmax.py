@@ -1,4 +1,4 @@
-"""Replaces a softmax in an island by one whose derivative reads its half result.
+"""Replaces a softmax in an island with one whose derivative reads its half result.
 
     e = exp x; s = reduce_sum e; r = broadcast_in_dim s; y = div e r
     y = custom_jvp_call[name=softmax] x
@@ -36,7 +36,7 @@ _REPEATS = ("broadcast_in_dim", "reshape", "expand_dims")
 def with_softmax(
     eqns: Sequence[jc.JaxprEqn], graph: Graph, programs: dict[Any, Any]
 ) -> tuple[list[jc.JaxprEqn], bool]:
-    """Replaces the softmax that ends an island by one equation.
+    """Replaces the softmax that ends an island with one equation.
 
     The last equation is the cast to half that ends the island. The second result says
     whether it casts the result of a softmax. A barrier inside this softmax protects the

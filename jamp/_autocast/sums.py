@@ -16,15 +16,16 @@ rounded cotangent of the other operand, so that XLA does not store one in float3
 The gradient of a head that shares its weight with an embedding table adds to the
 gradient of the rows, in float32.
 
-The gradient of a weight that all trips of a loop share is a sum of one matmul per trip.
-In half, separate kernels would write, read and add each matmul. XLA for CUDA adds a
-float32 matmul of half operands in the kernel that computes it, which takes two thirds
-of the bytes and rounds once less. It would merge the matmuls of several weights with
-one cotangent, and add slices of the result. Copies of the cotangent prevent this.
+The gradient of a weight that all iterations of a loop share is a sum with one matmul
+per iteration. In half, separate kernels would write, read and add each matmul. XLA for
+CUDA adds a float32 matmul of half operands in the kernel that computes it, which takes
+two thirds of the bytes and omits one rounding. If several weights have one cotangent,
+XLA would merge their matmuls and add slices of the result. Copies of the cotangent
+prevent this.
 
 Flax concatenates the weights of an LSTM's gates in each step. XLA moves the
-concatenation out of the loop. But JAX sums the gradients of the separate weights, so
-each trip would split the gradient of the joined weight and add each part in its own
+concatenation out of the loop. But JAX sums the gradients of the separate weights: each
+iteration would split the gradient of the joined weight and add each part in a separate
 kernel. So the rewrite moves operations that only rearrange a scan's constants out of
 the scan.
 """
@@ -166,7 +167,7 @@ def with_weight(numbers: Any, first: bool, copies: int) -> Callable[..., Array]:
 
 
 def has_algorithm(half: DTypeLike) -> bool:
-    """Returns whether XLA supports a dot algorithm for a half dtype on these GPUs.
+    """Returns whether XLA supports a dot algorithm for a half dtype on the local GPUs.
 
     XLA rejects bfloat16 algorithms on GPUs before Ampere.
     """

@@ -42,6 +42,6 @@ def traced(
 
 
 def _filled(known: list[Any], values: Sequence[Any]) -> list[Any]:
-    """Replaces each None by the next value. No leaf of a tree is None."""
+    """Replaces each None with the next value. No leaf of a tree is None."""
     left = iter(values)
     return [next(left) if x is None else x for x in known]

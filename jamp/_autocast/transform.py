@@ -151,7 +151,7 @@ _INPUTS = jax.Array | jax.ShapeDtypeStruct
 
 
 def _array(x: Any) -> Any:
-    """Copies a NumPy array of floats: a result must not change with an argument."""
+    """Copies a NumPy array of floats, so that a later change reaches no result."""
     has_floats = isinstance(x, np.ndarray) and jnp.issubdtype(x.dtype, jnp.inexact)
     return jnp.array(x) if has_floats else x
 

@@ -52,7 +52,7 @@ class Value(NamedTuple):
     origin: Origin = Origin()  # the arrays that it is computed from
     # Whether it depends on half params, on kept params, or on other data.
     source: Source = Source.DATA
-    # Whether it is the same in all trips of a loop, or an input of the whole program.
+    # Whether it is the same in all iterations, or an input of the whole program.
     shared: bool = False
     # Whether a loop carries it in float32, or it is a sum with such a carry.
     carried: bool = False
@@ -74,7 +74,7 @@ class Value(NamedTuple):
 
 
 def joint_source(values: Iterable[Value]) -> Source:
-    """Returns the inputs that several values depend on, together."""
+    """Returns all inputs that several values depend on."""
     found = _NO_SOURCE
     for value in values:
         source = value.source
@@ -167,7 +167,7 @@ class Values:
     ) -> list[Value]:
         """Returns the operands of a program that takes them in the user's dtypes.
 
-        After some trips, the operands at the places of `carries` may depend on all.
+        After several iterations, the operands at `carries` may depend on all operands.
         """
         given = self.of(operands)
         closed = [
