@@ -31,7 +31,7 @@ _WORDS = {
 }
 _CAST = "a cast to "
 _CASTS = ("convert_element_type", "reduce_precision")
-# They, and derivatives that contain them, are infinite at zero.
+# These operations, and derivatives that contain them, are infinite at zero.
 _POLES = ("div", "log", "rsqrt")
 # The keys say whether the scale is dynamic.
 SCALE_TOO_HIGH = {

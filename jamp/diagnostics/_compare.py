@@ -128,7 +128,10 @@ def _compare_steps(
 ) -> Comparison:
     sides = left, right = Side(steps[0], only), Side(steps[1], only)
     if not all(side.labels for side in sides):
-        raise ValueError(f"only={only!r} is in no module path and in no line.")
+        raise ValueError(
+            f"only={only!r} is in no module path and no line: pass a part of a path in "
+            "the report."
+        )
     unaligned = [
         f"{label}: in only one of the programs" for label in find_common(*sides)
     ]
@@ -144,8 +147,8 @@ def _compare_steps(
     losses = [float(np.asarray(side.results[0].array, np.float32)) for side in sides]
     if not math.isfinite(losses[1]):
         raise FloatingPointError(
-            f"The loss is {losses[1]} at {names[1]}, which is to be the right level. "
-            "First find the operation, with a state at that level: "
+            f"The loss is {losses[1]} at {names[1]}, the level that counts as right. "
+            "First find the operation that overflows, with a state at that level: "
             "`print(jamp.diagnostics.locate(loss_fn)(state, *args))`."
         )
     for side, name in zip(sides, names, strict=True):
@@ -169,7 +172,7 @@ def _with_progress[T](pairs: Iterator[T], total: int) -> Iterator[T]:
         yield pair
         if time.monotonic() > quiet_until:
             quiet_until = time.monotonic() + 0.2
-            total = max(done, total)  # the trips of a while loop are unknown
+            total = max(done, total)  # a while loop may have any number of iterations
             bar = "#" * round(30 * done / total)
             text = f"\rcompare [{bar:<30}] {done} of {total} operations"
             print(text, end="", file=sys.stderr, flush=True)

@@ -20,7 +20,7 @@ class Row:
         module, source, phase, primitive: as in `explain`.
         dtype: the narrowest dtype that the operation reads or returns.
         rounding: the unit roundoff: 2**-11 in float16, 2**-8 in bfloat16, and fp8's
-            after an fp8 matmul. For a decision, it is always half's.
+            after an fp8 matmul. For a cast of a condition, it is always half's.
         error: the norm of the results' difference, relative to the norm of the right
             result, in the worst iteration; inf if a result overflows.
         mean: the mean error of all iterations.

@@ -19,7 +19,7 @@ from jamp.diagnostics._replay import Value
 from jamp.diagnostics._source import short_line
 
 _ODD = 0.5  # an operand with a larger error is another value, or already wrong
-_NOISE = 1e-5  # a smaller float32 sum, relative to its terms, has no digits
+_NOISE = 1e-5  # a smaller float32 sum, relative to its terms, has no correct digits
 _SUMS = ("add", "add_any", "sub", "reduce_sum", "dot_general", "conv_general_dilated")
 
 
@@ -56,7 +56,7 @@ class Rows:
         worst = max(found)
         is_noise = worst.error > _ODD and _is_noise(run, operands, right.outs[0])
         if is_noise or _are_others(operands):
-            self.unaligned[f"{run.label}: no digits, or other operands"] = None
+            self.unaligned[f"{run.label}: no correct digits, or other operands"] = None
             return
         self.runs[run.row] += 1
         for (a, b), difference in zip(outs, found, strict=True):
@@ -127,7 +127,7 @@ class Rows:
             why = "Rounding changes it" if is_decision else f"It runs in {dtype}"
             loop = ', and its loop at `promote="widest"`' * bool(run.loops)
             return (
-                f"{why}: keep the function at this line in float32 by "
+                f"{why}: keep the function at this line in float32 with "
                 f"`jamp.float_function`{module}{loop}."
             )
         worst = max(operands, key=lambda x: x.error, default=None)
@@ -138,7 +138,7 @@ class Rows:
         maker = worst.value.maker
         made = f", made at {short_line(maker.line)}" if maker and maker.line else ""
         return (
-            f"It enlarges the error of its operand{made}: compute that by "
+            f"It enlarges the error of its operand{made}: compute the operand with "
             "`jamp.float_function`."
         )
 

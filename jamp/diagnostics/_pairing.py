@@ -196,7 +196,7 @@ def _note_of_result(event: Event, value: Value) -> Note:
 def pair_runs(
     left: Side, right: Side, errors: dict[str, float]
 ) -> Iterator[tuple[Run, Run]]:
-    """Runs both sides in turns, so that few runs wait for their partner."""
+    """Runs both sides alternately, so that few runs wait for their partner."""
     waiting = left.waiting, right.waiting
     turns = itertools.zip_longest(left.runs(errors), right.runs(errors))
     for i, run in ((i, run) for pair in turns for i, run in enumerate(pair) if run):

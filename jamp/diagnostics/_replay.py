@@ -1,7 +1,7 @@
 """Replays a step one operation at a time.
 
-The program of a call replaces the call. A `shard_map` is one operation. The replay
-frees a value after its last reader.
+It runs the program of a call in place of the call, and a `shard_map` as one operation.
+It frees a value after its last reader.
 """
 
 import dataclasses
@@ -21,7 +21,8 @@ from jamp.diagnostics._step import Step
 
 type Array = jax.Array | np.ndarray
 
-_MOST_TRIPS = 100_000  # a while loop may never end on values that XLA would fuse
+# Without XLA's fusions, values round differently, and a while loop may never end.
+_MOST_TRIPS = 100_000
 # Equations that return their operands, and only set types or schedules.
 _MARKS = ("optimization_barrier", "apart", "residual", "repeated", "pvary")
 
@@ -115,7 +116,7 @@ def _results(site: Site, read: list[Value], maker: Site | None) -> list[Value]:
 
 
 def _run_loop(site: Site, read: list[Value], whole: bool) -> _Run:
-    """Runs a loop trip by trip, and yields its slices and stacks as events."""
+    """Runs a loop by iterations, and yields its slices and stacks as events."""
     if whole:
         outs = _results(site, read, site)
         is_finite = not any(any(not_finite(v.array)) for v in outs)

@@ -67,8 +67,8 @@ class SkipLog:
     ) -> Self:
         """Returns the log after a step. An overflow adds an entry.
 
-        Pass it the results of `scaled_value_and_grad` in the same `jit`. Elsewhere, all
-        gradients of the step are NaN.
+        Pass it the results of `scaled_value_and_grad` in the same `jit`. In another
+        `jit`, all gradients of a skipped step are NaN, so the entry names all params.
 
         Args:
             state: the state before the step, or the Optimizer of `jamp.nnx`.
@@ -83,7 +83,8 @@ class SkipLog:
             odd = sorted({*paths} ^ {*self.paths})[:3]
             raise ValueError(
                 f"The gradients do not match the params of this log: {', '.join(odd)} "
-                "differ. Pass the gradients of all groups, of the state in SkipLog.of."
+                "differ. Pass the gradients of all groups of the state that SkipLog.of "
+                "took."
             )
         flags = [~all_finite(_before_nan(x)) for x in jax.tree.leaves(tree)]
         checks = state.loss_scale_rules[loss_id].check

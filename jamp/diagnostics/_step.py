@@ -69,7 +69,7 @@ def trace_step(
     loss_id: int = 0,
     wrt: Wrt = None,
 ) -> Step:
-    """Traces a step. Arrays may be shapes. Python numbers stay constants."""
+    """Traces a step. Arguments may be shapes. Python numbers become constants."""
 
     def with_aux(*args, **kwargs):
         out = loss_fn(*args, **kwargs)

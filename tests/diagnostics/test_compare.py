@@ -484,7 +484,7 @@ def test_compare_refuses_calls_without_a_comparison():
     with pytest.raises(TypeError, match="outside of jit"):
         jax.jit(lambda x: compare(loss_fn, "O0")(state, x).loss)(X)
     with pytest.raises(
-        FloatingPointError, match="The loss is nan at O0, which is to be"
+        FloatingPointError, match="The loss is nan at O0, the level that"
     ):
         compare(loss_fn, "O0")(state, X * np.nan)
     for level in (state, 0):
