@@ -98,7 +98,7 @@ def numbers_like(x: Array, strides: Sequence[int]) -> UInt32[Array, "*s"]:
 def numbers_of_flat(
     flat: UInt32[Array, "*s"], shape: Sequence[int], strides: Sequence[int]
 ) -> UInt32[Array, "*s"]:
-    """Does the same for the elements at flat indices of an array."""
+    """Returns the index in the whole array of elements at flat indices of a part."""
     number, inner, reached = flat, 1, 1
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if stride != reached:  # the whole array is wider than the part

@@ -23,7 +23,7 @@ BACKENDS = get_args(Backend.__value__)
 
 # Mosaic GPU compiles for NVIDIA's compute capability 9.0 (Hopper) and newer. For an
 # older one, its compiler aborts the process, so `check_device` always runs first. A
-# device that is not here has only a name.
+# device that this machine lacks, in an ahead-of-time compilation, has only a name.
 _SUPPORTED_KINDS = frozenset(
     "H20 H100 H200 H800 GH200 B100 B200 B300 GB200 GB300".split()
 )

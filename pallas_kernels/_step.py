@@ -105,7 +105,7 @@ def split_float32(
 
 @jax.custom_jvp
 def split_wide(x: Array) -> tuple[Array, Array]:
-    """Does the same as `split_float32`, with float32 and uint32 results."""
+    """Splits like `split_float32`, but returns a float32 and a uint32."""
     # Bit operations, because a clip of floats would flush subnormal numbers on a CPU.
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     size = bits & 0x7FFFFFFF

@@ -48,7 +48,7 @@ def saturate(x: Array, dtype: DTypeLike) -> Array:
 
 
 def computed_once[T](values: T) -> T:
-    """Stops XLA on the CPU from computing arrays again in each fusion that reads them.
+    """Stops XLA on a CPU from computing arrays again in each fusion that reads them.
 
     Two fusions can round differently, one with a fused multiply-add and one without, so
     the halves of a split would not match. A GPU has one fusion, and a barrier would

@@ -9,10 +9,10 @@ def row_major_on_cuda(grads: PyTree) -> PyTree:
     """Asks XLA, on NVIDIA GPUs only, for row-major gradients of rank 3 and more.
 
     cuDNN writes the gradient of an HWIO kernel as OHWI. XLA then runs the optimizer in
-    that layout, and transposes params, masters and moments back. An Adam step on an
-    H200 then moves 64 bytes per parameter instead of 32. Transposing only the gradient
-    is cheaper. The same happens to attention's kernels of rank 3. XLA chooses the
-    layout of a matrix, also with a leading axis of size 1.
+    that layout, and transposes params, masters and moments back, so an Adam step on an
+    H200 moves 64 bytes per parameter instead of 32. Transposing only the gradient is
+    cheaper. The same happens to attention's kernels of rank 3. For a matrix, also with
+    a leading axis of size 1, XLA may choose the layout.
     """
     leaves, structure = jax.tree.flatten(grads)
     indices = [i for i, x in enumerate(leaves) if x.ndim - (x.shape[:1] == (1,)) >= 3]
