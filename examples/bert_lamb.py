@@ -25,7 +25,7 @@ def parse(argv=None):
     add("--steps", type=int, default=2000)
     add("-b", "--batch-size", type=int, default=8, help="rows of a micro-batch")
     add("--accumulate", type=int, default=4, metavar="N", help="micro-batches per step")
-    add("--lr", type=float, default=5e-3, help="the highest")
+    add("--lr", type=float, default=5e-3, help="highest rate")
     add("--layers", type=int, default=2)
     add("--hidden", type=int, default=128, help="64 for each head of attention")
     add("--length", type=int, default=32, help="words per row")

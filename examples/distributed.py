@@ -37,9 +37,9 @@ def parse(argv=None):
     add("--steps", type=int, default=300)
     add("--batch-size", type=int, default=256, help="of all processes together")
     add("--seed", type=int, default=0)
-    add("--checkpoint-dir", type=pathlib.Path, help="which all processes can write")
+    add("--checkpoint-dir", type=pathlib.Path, help="writable for all")
     add("--save-every", type=int, default=50, metavar="STEPS")
-    add("--resume", action="store_true", help="from the newest checkpoint, if any")
+    add("--resume", action="store_true", help="start from the newest checkpoint")
     add("--plot", default="distributed.png", metavar="PATH")
     options = parser.parse_args(argv)
     if options.resume and not options.checkpoint_dir:
@@ -89,7 +89,7 @@ def launch(processes, flags):
         for child in children:
             child.communicate()  # also closes the pipe
     if any(codes):  # the others would wait for minutes
-        sys.exit(f"A process failed, all were ended. Their exit codes: {codes}")
+        sys.exit(f"A process failed, so all were ended. Their exit codes: {codes}")
 
 
 def connect():

@@ -39,10 +39,10 @@ def parse(argv=None):
     add("--loss-scale", help="dynamic, or a number such as 128.0")
     add("--seed", type=int, default=0)
     add("--plot", default="imagenet.png")
-    add("--generate", **path, help="where patterns are drawn, or are already")
+    add("--generate", **path, help="folder of the drawn patterns")
     add("--steps", type=int, help="instead of --epochs")
-    add("--checkpoint-dir", **path, help="to save every epoch in")
-    add("--resume", **path, help="a folder that --checkpoint-dir named")
+    add("--checkpoint-dir", **path, help="save every epoch here")
+    add("--resume", **path, help="an earlier --checkpoint-dir")
     args = parser.parse_args(argv)
     if args.data and not (args.data / "train").is_dir():
         parser.error(
