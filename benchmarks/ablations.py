@@ -9,7 +9,7 @@ benchmarks/results/ablations.json is a model, a mode and one of `benchmarks.mech
 with the extra cost without the mechanism as a share of the cost by hand. The script
 does not compile a program that a switch leaves as it is: an entry with "same" lists
 these mechanisms. The script saves each entry at once, so you can stop it and continue
-later. A change of jamp/_autocast makes earlier entries count as missing.
+later. After a change of jamp/_autocast, earlier entries count as missing.
 """
 
 import argparse

@@ -61,7 +61,7 @@ def char_lm(level: str, seed: int, steps: int) -> Run:
 
 
 def diffusion(level: str, seed: int, steps: int) -> Run:
-    """Trains a U-Net to find the noise in digits: Ho et al., arXiv:2006.11239."""
+    """Trains a U-Net to predict the noise in digits: Ho et al., arXiv:2006.11239."""
     train, test = _images()
     model, tx = UNet(width=32), optax.adam(1e-3)
     init = jax.jit(model.init)

@@ -96,9 +96,9 @@ def run(job: Job, limit: float, env: dict[str, str], log: Any) -> tuple[dict, An
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=460, help="for all jobs")
+    parser.add_argument("--seconds", type=float, default=460, help="limit of all jobs")
     parser.add_argument("--part", type=int, choices=(1, 2), default=1)
-    parser.add_argument("--only", default="", metavar="NAME", help="how they begin")
+    parser.add_argument("--only", default="", metavar="NAME", help="jobs by prefix")
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS)
     options = parser.parse_args()
     deadline = time.monotonic() + options.seconds

@@ -1,9 +1,9 @@
 """Time of an optimizer step at O5: jamp's fused Adam and the optax chain.
 
 A GPU runs the trees of real models, and a CPU runs small ones. On a GPU, a program runs
-32 steps: to pass a thousand arrays to JAX takes longer than one step, and a training
-step passes them only once. The host waits once per round. The gradients are finite, so
-no step is skipped. Each step includes the check.
+32 steps, because passing a thousand arrays to JAX takes longer than one step. A
+training step passes them only once. The host waits once per round. The gradients are
+finite, so no step is skipped. Each step includes the check.
 """
 
 import functools
