@@ -49,7 +49,8 @@ from jamp.optimizers import fused_adam
 from tests.support import by_hand
 
 TX = optax.adam(1e-3)
-FUSED = tuple(f"fused {level}" for level in ("O1", "O2", "O4", "O5"))
+LEVELS = ("O1", "O2", "O4", "O5", "O6")
+FUSED = tuple(f"fused {level}" for level in LEVELS[:4])
 MODES = ("widest", "narrowest", "O2", "O5", "O6", *FUSED)
 HALF = {"O2": jnp.float16, "O5": jnp.bfloat16, "O6": jnp.bfloat16}
 FOLDER = pathlib.Path(tempfile.gettempdir(), "jamp-lean")
@@ -124,6 +125,8 @@ VARIANTS = {
     "bert-heads": text(lean_text.BERT(2, heads=8), 16, 512),
     "bert-sure": text(lean_text.BERT(2, dropout=0.0), 16, 512),
     "bert-short": text(lean_text.BERT(2), 64, 128),
+    "words-few": text(lean_text.Words(32_000), 8, 1024),
+    "words-many": text(lean_text.Words(128_256), 8, 1024),
 }
 ALL = CASES | VARIANTS
 
@@ -212,16 +215,15 @@ def variables_of(case: Case) -> Any:
     return jax.eval_shape(case.model.init, rngs, case.inputs)
 
 
-def program(name: str, mode: str, ours: bool) -> tuple[Callable, Any]:
+def program(case: Case, mode: str, ours: bool) -> tuple[Callable, Any]:
     """Returns a step and its state, by jamp or of the program to compare with."""
-    case = ALL[name]
+    if ours and mode in LEVELS:
+        return amp_program(case, mode)
     if mode in FUSED:
         tx = fused_adam(1e-3) if ours else TX
         return amp_program(case, mode.removeprefix("fused "), tx)
     if mode == "O6" and not ours:
         return amp_program(case, "O5")
-    if mode in HALF and ours:
-        return amp_program(case, mode)
     model, variables = case.model, variables_of(case)
     params, stats = variables["params"], variables.get("batch_stats", {})
     if mode not in HALF:
@@ -250,8 +252,8 @@ def measure(name: str, mode: str, ours: bool, on_tpu: bool = False) -> Measured:
 @functools.lru_cache(maxsize=2)
 def lower(name: str, mode: str, ours: bool, target: str) -> Any:
     """Lowers a step by jamp or by hand."""
-    step, state = program(name, mode, ours)
     case = ALL[name]
+    step, state = program(case, mode, ours)
     key = jax.eval_shape(jax.random.key, 0)
     args = (state, (case.inputs, case.targets), key)
     return TARGETS[target].lower_step(step, *args, donate=(0,))

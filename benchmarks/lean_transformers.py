@@ -291,16 +291,17 @@ class MoE(nn.Module):
 
 
 class Words(nn.Module):
-    """A small model with logits over 50k words."""
+    """A small model with logits over many words."""
 
+    vocabulary: int = 50_257
     dtype: DTypeLike | None = None
 
     @nn.compact
     def __call__(self, tokens: Array) -> Array:
-        x = nn.Embed(50_257, WIDTH, dtype=self.dtype)(tokens)
+        x = nn.Embed(self.vocabulary, WIDTH, dtype=self.dtype)(tokens)
         x = x + MLP(4 * WIDTH, dtype=self.dtype)(x)
         x = nn.LayerNorm(dtype=self.dtype)(x)
-        return nn.Dense(50_257, dtype=self.dtype)(x)
+        return nn.Dense(self.vocabulary, dtype=self.dtype)(x)
 
 
 class Tied(nn.Module):
