@@ -40,6 +40,14 @@ EXCEPTIONS = {
     ("vit", "widest"): Bound(1.15, 1.15),
     # The model's first carry is float32, so the stack is float32 (1.73).
     ("lstm", "widest"): Bound(1.05, 1.75),
+    # Its gradients are summed over the steps in float32 (1.042).
+    ("lstm", "O2"): Bound(1.02, 1.05),
+    # It moves 0.80 of the bytes, but XLA packs its arrays less tightly (1.063).
+    ("gpt2-scan", "O2"): Bound(0.81, 1.07),
+    # The kernels are the same, but XLA packs an array of 23 MB elsewhere (1.005).
+    ("llama", "fused O2"): Bound(1.003, 1.006),
+    # XLA steps ten of its kernels in two fusions each, with copies (1.011).
+    ("unet", "fused O1"): Bound(1.012, 1.003, 1.02),
     # The hand-written model scatters into float32 logits.
     ("words", "widest"): Bound(0.66, 0.44),  # 0.649 and 0.429
     ("words", "narrowest"): Bound(0.65, 0.44),  # 0.636 and 0.421
