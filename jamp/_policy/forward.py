@@ -99,7 +99,7 @@ def scope_by(properties: Properties) -> Scope | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Forward:
-    """An `apply_fn` under a policy. Hashes by value, so that jit does not retrace."""
+    """An `apply_fn` under a policy. It hashes by value, so jit does not retrace."""
 
     apply_fn: Callable[..., Any]
     properties: Properties

@@ -218,7 +218,7 @@ def check_level(opt_level: Any) -> None:
 
 
 def _contradictions(opt_level: str, values: dict[str, Any]) -> Iterator[str]:
-    """Yields the complaints of apex about these overrides at this level."""
+    """Yields apex's complaints about these overrides at this level."""
     if opt_level not in ("O1", "O4"):
         if values.get("patch_functions"):
             yield (

@@ -81,7 +81,7 @@ def patch(model: nnx.Module, properties: Properties) -> None:
 
 @functools.cache
 def _patched_class(cls: type, properties: Properties) -> type:
-    """Returns a subclass whose call runs under a policy, the same for equal arguments.
+    """Returns a subclass whose call runs under a policy, one for equal arguments.
 
     The class holds the policy, because some modules treat each attribute of an instance
     as a Variable.

@@ -147,7 +147,10 @@ class Optimizer(nnx.Optimizer):
         """
         leaves = jax.tree.leaves(models, is_leaf=is_node)
         if grads is None or not all(isinstance(x, nnx.Module) for x in leaves):
-            raise TypeError("Write optimizer.update(model, grads): model first.")
+            raise TypeError(
+                "optimizer.update takes the model first: write "
+                "`optimizer.update(model, grads)`."
+            )
         grads = _pure(grads, self.wrt)
         state = self.amp_state(models)
         args = _pure(update_args, self.wrt)

@@ -209,7 +209,7 @@ class FusedRule(Hyperparameters, Rule):
 
 
 class Transformation(optax.GradientTransformationExtraArgs):
-    """optax's pair of functions, which are methods of a frozen dataclass, the rule.
+    """optax's `init` and `update`, as methods of a frozen dataclass, the rule.
 
     Transformations with equal rules are equal, so that JAX does not compile again.
     """

@@ -388,8 +388,8 @@ BAD_CALLS = {
     "keyword 'loss_sale'. Did you mean 'loss_scale'": lambda m, o: start(loss_sale=1),
     r"got State.*nnx.merge\(graphdef, ": lambda m, o: train_step(nnx.state(m), o, X),
     "got GraphDef.*nnx.merge": lambda m, o: make(model=nnx.split(linear())),
-    r"update\(model, grads\): model first": lambda m, o: o.update(arrays(m), m),
-    r"update\(model, grads\): model": lambda m, o: o.update([nnx.state(m)], [m]),
+    r"takes the model first": lambda m, o: o.update(arrays(m), m),
+    r"the model first: write": lambda m, o: o.update([nnx.state(m)], [m]),
     r"optimizer.update\(model, grads\)": lambda m, o: o.update(nnx.state(m)),
     "got NoneType for the optimizer": lambda m, o: train_step(m, None, X),
     r"nnx.scaled_grad\(loss_fn\) takes .* got NoneType": (
