@@ -1,7 +1,8 @@
-"""apex's fused optimizers, and LARC, in NumPy float64, from apex_semantics 8.
+"""apex's fused optimizers, and LARC, in NumPy float64.
 
-Imports neither JAX nor jamp. A tree is a list of arrays. Each oracle yields a `Result`
-after every step, skipped or not.
+Sections are of apex_semantics, our notes on apex. This file imports neither JAX nor
+jamp. A tree is a list of arrays. Each oracle yields a `Result` after every step,
+skipped or not.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -101,7 +102,7 @@ def fused_adam(
     eps_inside_sqrt: bool = False,
     **how: Any,
 ) -> Iterator[Result]:
-    """FusedAdam of 8.3, or with `legacy` the older one of 8.1."""
+    """FusedAdam (section 8.3), or with `legacy` the FusedAdam of 2018 (section 8.1)."""
     assert legacy or not eps_inside_sqrt
     assert adam_w_mode or not legacy
 
@@ -144,7 +145,7 @@ def fused_sgd(
     wd_after_momentum: bool = False,
     **how: Any,
 ) -> Iterator[Result]:
-    """FusedSGD, from 8.4; `trace` is None without momentum."""
+    """FusedSGD (section 8.4). `trace` is None without momentum."""
     assert not nesterov or (momentum > 0 and dampening == 0)
 
     def leaf(t, lr, wd, g, p, *trace):
@@ -181,7 +182,7 @@ def fused_lamb(
     use_nvlamb: bool = False,
     **how: Any,
 ) -> Iterator[Result]:
-    """FusedLAMB, from 8.5."""
+    """FusedLAMB (section 8.5)."""
     b3 = 1 - b1 if grad_averaging else 1.0
 
     def divisor(g):
@@ -222,7 +223,7 @@ def fused_novograd(
     init_zero: bool = False,
     **how: Any,
 ) -> Iterator[Result]:
-    """FusedNovoGrad, from 8.6; nu holds one norm per leaf, not squared."""
+    """FusedNovoGrad (section 8.6). `nu` has one norm per leaf, not squared."""
     assert norm_type in (2, "inf")
     b3 = 1 - b1 if grad_averaging else 1.0
 
@@ -257,7 +258,7 @@ def fused_adagrad(
     adagrad_w_mode: bool = False,
     **how: Any,
 ) -> Iterator[Result]:
-    """FusedAdagrad, from 8.7."""
+    """FusedAdagrad (section 8.7)."""
 
     def leaf(t, lr, wd, g, p, h):
         s = g if adagrad_w_mode else g + wd * p
@@ -283,7 +284,7 @@ def larc(
     grad_scale: float = 1.0,
     skip: Sequence[bool] | None = None,
 ) -> Iterator[Result]:
-    """LARC, from 8.8, around any of the oracles, which gets the same learning rate.
+    """LARC (section 8.8) around any oracle, which gets the same learning rate.
 
     `inner` has no decay; bind its other options by functools.partial.
     """
