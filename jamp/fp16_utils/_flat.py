@@ -24,7 +24,7 @@ class FlatFP16_Optimizer(FP16_Optimizer):  # noqa: N801, apex's name
     """`FP16_Optimizer` around fused optimizers that step one flat vector per group.
 
     `step` unscales the sum of all `backward` passes. It skips if the norm of a group's
-    gradients is not finite, also with a static scale. A dynamic scale starts at 2^16,
+    gradients is not finite, even with a static scale. A dynamic scale starts at 2^16,
     halves on overflow but not below 1, and doubles every 1000 clean steps. `zero_grad`
     always sets the gradients to None.
 
@@ -69,7 +69,10 @@ class FlatFP16_Optimizer(FP16_Optimizer):  # noqa: N801, apex's name
         check_containers(params, self._txs)
         for key, group in groups.split(params, self._keys).items():
             if not jax.tree.leaves(group):
-                raise ValueError(f"params[{key!r}] hold no arrays: got {group!r}.")
+                raise ValueError(
+                    f"params[{key!r}] hold no arrays: got {group!r}. Leave this group "
+                    "out."
+                )
 
     def _are_finite(self, grads: PyTree) -> Bool[Array, ""]:
         by_group = groups.split(grads, self._keys).values()

@@ -113,7 +113,7 @@ def is_number(x: object) -> TypeIs[int | float | np.number]:
 
 def is_zero(x: object) -> bool:
     """Returns whether `x` is 0, and not traced."""
-    return isinstance(x, int | float | np.number) and bool(x == 0)
+    return is_number(x) and bool(x == 0)
 
 
 @dataclasses.dataclass(frozen=True)

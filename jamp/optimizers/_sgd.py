@@ -73,7 +73,8 @@ def fused_sgd(
         fused.is_zero(momentum) or (fused.is_number(dampening) and dampening)
     ):
         raise ValueError(
-            "fused_sgd: Nesterov momentum requires a momentum and zero dampening."
+            "fused_sgd: nesterov=True needs a momentum, and dampening=0, got "
+            f"{momentum=} and {dampening=}."
         )
     rule = FusedSGD(
         learning_rate=learning_rate,
