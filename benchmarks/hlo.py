@@ -5,7 +5,7 @@ Each instruction in the ENTRY computation is one launch or free:
 - `parameter`, `get-tuple-element`, `tuple`, `bitcast`, `constant` and tokens are free.
   Any other instruction, including `copy`, is one kernel that reads its operands and
   writes its result.
-- If an instruction slices an operand, also inside a fusion, only the slices count as
+- If an instruction slices an operand, even inside a fusion, only the slices count as
   read. If it updates a result in place, only the update counts as written. Otherwise, a
   loop over stacked layers would count the whole stack once per layer.
 - A `while` counts its body and condition once per known iteration, or once. A

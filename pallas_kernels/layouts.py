@@ -11,7 +11,7 @@ def row_major_on_cuda(grads: PyTree) -> PyTree:
     cuDNN writes the gradient of an HWIO kernel as OHWI. XLA then runs the optimizer in
     that layout, and transposes params, masters and moments back, so an Adam step on an
     H200 moves 64 bytes per parameter instead of 32. Transposing only the gradient is
-    cheaper. The same happens to attention's kernels of rank 3. For a matrix, also with
+    cheaper. The same happens to attention's kernels of rank 3. For a matrix, even with
     a leading axis of size 1, XLA may choose the layout.
     """
     leaves, structure = jax.tree.flatten(grads)

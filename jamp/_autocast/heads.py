@@ -94,7 +94,7 @@ def _with_float32_bias(graph: Graph, maker: int, cast: int) -> Graph:
 
 
 def _widened(eqn: jc.JaxprEqn) -> list[jc.Var]:
-    """Returns the half values that an equation casts to float32, also in a call."""
+    """Returns the half values that an equation casts to float32, even in a call."""
     if all(dtype_of(v) != FLOAT32 for v in eqn.outvars):
         return []
     return [v for v in variables_in(eqn.invars) if dtype_of(v) in HALF_DTYPES]

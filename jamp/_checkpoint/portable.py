@@ -82,7 +82,7 @@ def to_checkpoint(state: AmpState) -> dict[str, Any]:
 
 @moves_constants
 def from_checkpoint(state: AmpState, checkpoint: PyTree) -> AmpState:
-    """Returns the state with the values of a checkpoint, also from another opt level.
+    """Returns the state with the values of a checkpoint, even from another opt level.
 
     From the same level, all arrays have the same bits. From another level, masters,
     moments, counters and fields have the same bits, and the params are the masters,

@@ -5,7 +5,7 @@
 
 A half gradient is the half result of a matmul or of a sum over the batch. If the arrays
 are sharded, XLA sums it over devices in half. The rewrite changes the results of these
-operations to float32, and of all operations between them and the gradient, also in
+operations, and of all operations between them and the gradient, to float32, even in
 loops and calls. Matmuls keep their half operands.
 """
 

@@ -93,7 +93,7 @@ def _keep_bits[T](new: T, old: PyTree) -> T:
 
 
 def _add(old: PyTree, new: PyTree, where: str) -> Any:
-    """Merges mappings, also nested ones, and appends the groups of a list or tuple."""
+    """Merges mappings, even nested ones, and appends the groups of a list or tuple."""
     if "[" not in where and isinstance(old, list | tuple) and type(new) is type(old):
         return type(old)([*old, *new])
     if not (isinstance(old, Mapping) and isinstance(new, Mapping)):

@@ -81,7 +81,7 @@ class FusedLAMB(FusedAdam):
     name: ClassVar[str] = "fused_lamb"
 
     use_nvlamb: bool
-    clip_factor = fused.FusedRule.clip_factor  # as in apex's LAMB, also for NaN
+    clip_factor = fused.FusedRule.clip_factor  # as in apex's LAMB, even for NaN
 
     def numbers(
         self, count: fused.Count, leaves: Leaves, options: Options
