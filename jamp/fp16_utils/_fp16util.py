@@ -1,4 +1,4 @@
-"""Half params and float32 masters by hand, and clipping.
+"""Helpers for loops with half params and float32 masters, and clipping.
 
 Based on apex/fp16_utils/fp16util.py. Functions take trees where apex takes lists.
 """
