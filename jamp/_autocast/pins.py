@@ -8,11 +8,11 @@ values from the same residuals. Behind a barrier, a residual is a different valu
 each cotangent, which it would otherwise compute inside the matmuls that read it. A pin
 is a barrier for one residual.
 
-A TPU needs no barrier for a half array with a first axis of 8, 16 or 32. XLA packs the
-mask inside an `erfc` along this axis into words of as many bits. It saves only this
-mask, and computes the rest inside each matmul. Behind a barrier, it saves the result,
-and BERT moves 1.08 times the bytes on a v5e. With other sizes and no barrier, XLA saves
-a float32 `erfc`.
+A TPU needs no barrier for a half array with an axis of 2 to 32 before its last two. XLA
+packs the mask inside an `erfc` along this axis into words of 8, 16 or 32 bits. It saves
+only this mask, and computes the rest inside each matmul. Behind a barrier, it saves the
+result, and BERT moves 1.08 times the bytes on a v5e. With larger axes and no barrier,
+XLA saves a float32 `erfc`.
 """
 
 from collections.abc import Collection, Sequence
@@ -68,7 +68,8 @@ def _lower(ctx: Any, x: Any, backward: bool) -> Any:
 
 def _lower_on_tpu(ctx: Any, x: Any, backward: bool) -> Any:
     (aval,) = ctx.avals_in
-    packs = aval.dtype in HALF_DTYPES and aval.shape[:1] in ((8,), (16,), (32,))
+    short = any(2 <= n <= 32 for n in aval.shape[:-2])
+    packs = aval.dtype in HALF_DTYPES and short
     return _lower(ctx, x, backward and not packs)
 
 
