@@ -2,7 +2,7 @@
 
 `benchmarks.lean` documents and prints the comparison. These tests have the bounds. The
 suite compiles two models, because each takes 20 seconds. `make budgets` compiles all,
-and `make tpu` twelve for a TPU v5e.
+and `make tpu` fifteen for a TPU v5e.
 """
 
 from typing import NamedTuple
@@ -63,29 +63,40 @@ ON_TPU = {
     "narrowest": Bound(1.05, 1.05),
     "O5": Bound(1.02, 1.02),
 }
+# At widest, embedding tables or a class token are float32, so torch's rules make the
+# stream float32. By hand with a float32 stream, the ratios are at most 1.02 and 1.04.
 EXCEPTIONS_ON_TPU = {
-    # The class token is float32, so the stream is float32.
-    ("vit", "widest"): Bound(1.03, 1.12),  # 1.015 and 1.109
-    ("llama", "widest"): Bound(1.10, 1.14),  # 1.089 and 1.128
-    # The live bytes are fewer than by hand, but XLA packs them less tightly (1.031).
-    ("llama", "O5"): Bound(1.02, 1.04),
-    ("gpt2-wide", "widest"): Bound(1.15, 1.06),  # 1.137 and 1.046
-    ("vit-plain", "widest"): Bound(1.15, 1.26),  # 1.135 and 1.241
+    ("vit", "widest"): Bound(1.03, 1.12),  # 1.015 and 1.109, 0.899 and 0.979
+    ("gpt2-scan", "widest"): Bound(1.15, 1.13),  # 1.142 and 1.115, 1.020 and 0.999
+    # A loop saves no scores, so XLA stores the exponentials of its forward pass in
+    # float32, 0.2 of 8.0 GB. With a barrier on the scores, it moves 1.18 of the bytes.
+    ("gpt2-scan", "O5"): Bound(1.03, 1.02),  # 1.027 and 1.000
+    ("llama", "widest"): Bound(1.10, 1.14),  # 1.089 and 1.128, 0.997 and 1.035
+    # The live bytes are equal (3.103 GB at the peak), but XLA packs them less tightly.
+    ("llama", "O5"): Bound(1.02, 1.04),  # 0.987 and 1.031
+    ("linen", "widest"): Bound(1.10, 1.18),  # 1.042 and 1.173, 0.974 and 0.976
+    # At the peak, a cotangent (25 of 300 MB) is in main memory. By hand, it is in VMEM.
+    ("linen", "O5"): Bound(1.02, 1.07),  # 1.010 and 1.056
+    ("gpt2-wide", "widest"): Bound(1.15, 1.06),  # 1.137 and 1.046, 0.982 and 0.974
+    ("vit-plain", "widest"): Bound(1.15, 1.26),  # 1.135 and 1.241, 0.962 and 1.001
+    # All axes of the gelus have over 32 elements, so they have a barrier, and XLA saves
+    # their results (79 MB per block).
     ("vit-plain", "narrowest"): Bound(1.02, 1.09),  # 0.943 and 1.075
     ("vit-plain", "O5"): Bound(1.02, 1.09),  # 0.919 and 1.076
-    # A batch of 16, whose gelus have no barrier.
+    # The float32 sums of a softmax read the scores once more (67 MB per layer).
     ("bert", "O5"): Bound(1.03, 1.02),  # 1.022 and 1.009
     ("bert-sure", "narrowest"): Bound(1.08, 1.06),  # 1.066 and 1.051
     ("bert-sure", "O5"): Bound(1.05, 1.04),  # 1.040 and 1.033
     ("bert-heads", "O5"): Bound(1.07, 1.02),  # 1.064 and 1.006
-    # A batch of 64, whose gelus have one.
+    # A batch of 64, whose gelus have a barrier, as those of ViT (50 MB per block).
     ("bert-short", "widest"): Bound(0.97, 1.21),  # 0.960 and 1.202
     ("bert-short", "narrowest"): Bound(0.98, 1.13),  # 0.975 and 1.120
     ("bert-short", "O5"): Bound(0.98, 1.17),  # 0.971 and 1.153
 }
 BERTS = ("bert", "bert-sure", "bert-heads", "bert-short")
 WORST = ("gpt2-wide", "vit-plain")  # of `lean.VARIANTS`
-TPU_NAMES = ("gpt2", "vit", "llama", "unet", "resnet50", "mixer", *WORST, *BERTS)
+TPU_NAMES = ("gpt2", "gpt2-scan", "vit", "convnext", "unet", "llama", "linen")
+TPU_NAMES += ("resnet50", "mixer", *WORST, *BERTS)
 SAMPLE = [("gpt2", "widest"), ("vit", "O5")]
 IN_FP8 = ("gpt2", "gpt2-scan", "llama", "vit", "bert")
 ALL = [(name, mode) for name in lean.CASES for mode in lean.MODES if mode != "O6"]
