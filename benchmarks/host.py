@@ -3,13 +3,13 @@
     python -m benchmarks.host                # adds missing runs
     python -m benchmarks.host --table        # prints saved results
 
-A run traces, lowers and compiles a step of a model on a CPU, or it initializes a state
-with 1,000 arrays and calls a compiled step that returns it. The table shows medians,
+A run traces, lowers and compiles a step of a model on a CPU. The table shows medians,
 relative to float32 without jamp. By hand means half without jamp, as in
 `benchmarks.lean`.
 """
 
 import functools
+import itertools
 import json
 import os
 import pathlib
@@ -17,8 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
@@ -26,11 +25,9 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.training.train_state import TrainState
 from jax import Array
 from jax.typing import DTypeLike
 
-import jamp
 from benchmarks import lean, runs
 from benchmarks.lean_images import LSTM
 from benchmarks.lean_transformers import GPT2, ViT
@@ -58,7 +55,6 @@ MODELS = {
     "ViT": lean.images(ViT(2), 2, 64),
     "LSTM": lean.text(LSTM(), 2, 16),
 }
-ARRAYS = "1,000 arrays"
 # Names of steps, with a mode of `lean.program` and whether jamp writes the step.
 STEPS = {
     "float32": ("plain", False),
@@ -70,7 +66,6 @@ STEPS = {
     "O5 by hand": ("O5", False),
     "O5": ("O5", True),
 }
-LEVELS = {"float32": None} | {x: x for x in ("O1", "O2", "O4", "O5")}
 
 
 def first_call(model: str, step: str) -> Run:
@@ -86,32 +81,6 @@ def first_call(model: str, step: str) -> Run:
     return {"lower": written - start, "first call": compiled - start}
 
 
-def many_arrays(_: str, step: str) -> Run:
-    """Returns the seconds to initialize a state, and to call a step that returns it."""
-    params = {f"layer_{i}": {"kernel": jnp.ones((8, 8))} for i in range(1000)}
-    level, create = LEVELS[step], TrainState.create
-    options: dict[str, Any] = {"params": params, "tx": lean.TX, "apply_fn": None}
-    if level is not None:
-        create = functools.partial(jamp.initialize, opt_level=level, verbosity=0)
-    state = jax.block_until_ready(create(**options))
-    started = seconds_of(lambda: create(**options))
-    identity = jax.jit(lambda state: state)
-    dispatched = seconds_of(lambda: identity(state))
-    return {"init": started, "call": dispatched / len(jax.tree.leaves(state))}
-
-
-def seconds_of(fn: Callable[[], Any]) -> float:
-    """Returns the median CPU time of a call, after a first one."""
-
-    def sample() -> float:
-        start = time.process_time()
-        jax.block_until_ready(fn())
-        return time.process_time() - start
-
-    sample()
-    return statistics.median(sample() for _ in range(9))
-
-
 read = functools.partial(runs.read, RESULTS)
 
 
@@ -123,20 +92,15 @@ def run(model: str, step: str, sample: int) -> Run:
 
 
 def run_missing() -> None:
-    pairs = [(model, step) for model in MODELS for step in STEPS]
-    pairs += [(ARRAYS, step) for step in LEVELS]
-    cells = [(*pair, sample) for sample in SAMPLES for pair in pairs]
-    runs.run_missing(RESULTS, NAMES, cells, run)
+    runs.run_missing(RESULTS, NAMES, itertools.product(MODELS, STEPS, SAMPLES), run)
 
 
 def table(found: list[Run]) -> str:
-    """Returns ratios to float32: of 1,000 arrays, and the range over the models."""
+    """Returns ratios to float32 of one model, or their range over the models."""
     steps = [step for step in STEPS if step != "float32"]
     lines = [f"| relative to float32 | {' | '.join(steps)} |"]
     lines.append("|---" * (len(steps) + 1) + "|")
     rows = {
-        "`initialize`, 1,000 arrays": ("init", (ARRAYS,)),
-        "dispatch, per array": ("call", (ARRAYS,)),
         "trace and lower, four models": ("lower", MODELS),
         "first call, MLP": ("first call", ("MLP",)),
         "first call, four models": ("first call", MODELS),
@@ -148,24 +112,17 @@ def table(found: list[Run]) -> str:
 
 
 def _range(found: list[Run], models: Iterable[str], step: str, field: str) -> str:
-    def median(model: str, step: str) -> float | None:
+    def median(model: str, step: str) -> float:
         same = [r[field] for r in found if (r["model"], r["step"]) == (model, step)]
-        return statistics.median(same) if same else None
+        return statistics.median(same)
 
-    ratios = [
-        mine / median(model, "float32")
-        for model in models
-        if (mine := median(model, step))
-    ]
-    if not ratios:
-        return ""
+    ratios = [median(model, step) / median(model, "float32") for model in models]
     ends = dict.fromkeys(f"{x:.2f}" for x in (min(ratios), max(ratios)))
     return " to ".join(ends)
 
 
 if __name__ == "__main__":
     if len(sys.argv) == 3:
-        measured = many_arrays if sys.argv[1] == ARRAYS else first_call
-        print(json.dumps(measured(*sys.argv[1:])))
+        print(json.dumps(first_call(*sys.argv[1:])))
     else:
         runs.command(__doc__, run_missing, lambda: table(read()))
