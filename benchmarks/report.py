@@ -153,7 +153,7 @@ def peers() -> str:
 
 
 def page() -> str:
-    from benchmarks import convergence, fp8, host, rounding
+    from benchmarks import convergence, fp8, rounding
 
     runs = [json.loads(p.read_text()) for p in sorted(FOLDER.glob("gpu_*.json"))]
     sections = {
@@ -164,7 +164,6 @@ def page() -> str:
         "With fewer bytes per parameter": "`python -m benchmarks.rounding`\n\n"
         + rounding.table(rounding.read()),
         "With matmuls in fp8": "`python -m benchmarks.fp8`\n\n" + fp8.table(fp8.read()),
-        "Cost on the host": "`python -m benchmarks.host`\n\n" + host.table(host.read()),
     }
     parts = [f"## {title}\n\n{text}\n" for title, text in sections.items()]
     return "\n".join([HEAD, *parts])

@@ -92,7 +92,8 @@ def test_updated_collections_are_not_cast():
 
 def test_a_state_without_apply_fn_says_what_to_pass():
     state = jamp.initialize({"w": X}, None, "O2", verbosity=0)
-    with pytest.raises(TypeError, match="no forward function: pass `apply_fn="):
+    said = "no forward function: pass `apply_fn=model.apply`"
+    with pytest.raises(TypeError, match=said):
         state.apply_fn({"params": state.params}, X)
 
 
