@@ -81,6 +81,8 @@ _pin = Primitive("residual")  # JAX has a primitive named `pin`
 _pin.def_impl(lambda x, backward: x)
 _pin.def_abstract_eval(lambda x, backward: x)
 ad.primitive_jvps[_pin] = _derivative
+# A user's JVP rule has islands too. Their inputs may be tangents, which JAX transposes.
+ad.primitive_transposes[_pin] = lambda cotangent, *_, **__: [cotangent]
 batching.defvectorized(_pin)
 mlir.register_lowering(_pin, _lower)
 mlir.register_lowering(_pin, _lower_on_tpu, platform="tpu")

@@ -107,18 +107,15 @@ def repeated(half: DTypeLike) -> Callable[[Array], Array]:
     return functools.partial(_repeated.bind, half=np.dtype(half))
 
 
-def _derivative_of_repeated(primals, tangents, half):
-    (x,), (tangent,) = primals, tangents
-    if not isinstance(tangent, ad.Zero):
-        tangent = apart(tangent.astype(half)).astype(x.dtype)
-    return repeated(half)(x), tangent
+def _rounded(cotangent: Array, x: Any, half: DTypeLike) -> list[Array]:
+    return [apart(cotangent.astype(half)).astype(cotangent.dtype)]
 
 
 # This is a primitive because islands contain only primitives.
 _repeated = Primitive("repeated")
 _repeated.def_impl(lambda x, half: x)
 _repeated.def_abstract_eval(lambda x, half: x)
-ad.primitive_jvps[_repeated] = _derivative_of_repeated
+ad.deflinear2(_repeated, _rounded)
 batching.defvectorized(_repeated)
 mlir.register_lowering(_repeated, lambda _, x, half: [x])
 
