@@ -55,7 +55,7 @@ class Case:
                 self.adds_to_carry = self._adds_to_carry()
             if name == "add" and values.half in self.votes:
                 self.bias = self._bias()
-            if name == "gather" and given[0].shared and given[0].vote == FLOAT32:
+            if name == "gather" and given[0].is_input and given[0].vote == FLOAT32:
                 values.tables |= given[0].origin.roots
             self.vote = self._vote()
         self.is_half = self.has_float32_result and self.vote == values.half
@@ -147,10 +147,17 @@ class Case:
             return next(iter(votes))
         # An equation with several results, such as a barrier, would round each of them.
         narrow = not self.values.widest and len(self.eqn.outvars) == 1
+        if narrow and any([self._is_kept(value) for value in self.by_size()[0]]):
+            return FLOAT32
         if narrow or self.bias is not None:
             in_half = [value for value in self.given if value.vote == half]
             return FLOAT32 if all([x.is_half_param for x in in_half]) else half
         return half if self._normalizes() else FLOAT32
+
+    def _is_kept(self, value: Value) -> bool:
+        """Whether a float32 value depends on kept params, and on no half params."""
+        is_kept = Source.KEPT in value.source and Source.HALF not in value.source
+        return is_kept and value.vote == FLOAT32
 
     def _asks(self) -> bool:
         fill = self.eqn.params.get("fill_value")
@@ -207,7 +214,9 @@ class Case:
             if value.asks or value.carried or not isinstance(bias, jc.Var):
                 continue
             if is_float32(bias):
-                if origins.is_bias(bias, value.origin, of_matmul.origin):
+                if value.is_input and origins.is_bias(
+                    bias, value.origin, of_matmul.origin, self.eqn.outvars[0]
+                ):
                     return bias
         return None
 
@@ -228,10 +237,20 @@ class Case:
         # The result counts as data: it stays float32 until it meets a half param.
         ends = region in (KEPT, NO_MODEL)
         source = Source.DATA if ends else joint_source(self.given)
-        shared = self.traits.shape is Shape.RESHAPE and self.given[0].shared
+        is_input = self.values.is_input(self.eqn)
+        invariant = self.traits.shape is Shape.RESHAPE and self.given[0].invariant
         carried = self.vote == FLOAT32 and self.adds_to_carry
         return [
-            Value(dtype, self.vote, self.result_asks, origin, source, shared, carried)
+            Value(
+                dtype,
+                self.vote,
+                self.result_asks,
+                origin,
+                source,
+                is_input,
+                invariant,
+                carried,
+            )
             if is_float32(v)
             else Value(dtype_of(v), source=source)
             for v, origin in zip(self.eqn.outvars, self.origins, strict=True)

@@ -192,4 +192,4 @@ def summed_weight(case: Case) -> jc.Var | None:
 
 def _is_summed(values: Values, value: Value) -> bool:
     is_table = not value.origin.roots.isdisjoint(values.tables)
-    return value.shared and (values.scope.loop or is_table)
+    return value.invariant and values.scope.loop or value.is_input and is_table

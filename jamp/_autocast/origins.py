@@ -71,8 +71,12 @@ def origin_of_unknown(atom: Atom) -> Origin:
     return Origin() if isinstance(atom, jc.Literal) else Origin(frozenset((atom,)))
 
 
-def is_bias(bias: Atom, origin: Origin, of_matmul: Origin) -> bool:
-    """Returns whether a value has the form of a bias for the matmul it is added to."""
+def is_bias(bias: Atom, origin: Origin, of_matmul: Origin, result: Atom) -> bool:
+    """Returns whether a value has the form of a bias for the matmul it is added to.
+
+    A bias has fewer elements than the `result`. A vector that has as many is one number
+    for each example, such as the last value of a series.
+    """
     matmul, shape = of_matmul.matmul, shape_of(bias)
     if matmul is None or origin.matmul is not None:
         return False
@@ -81,7 +85,8 @@ def is_bias(bias: Atom, origin: Origin, of_matmul: Origin) -> bool:
     axes = [i for i, n in enumerate(shape) if n > 1]
     if origin.varies is not None:
         axes = [i for i in axes if i in origin.varies]
-    if math.prod(shape[i] for i in axes) not in matmul.features:
+    size = math.prod(shape[i] for i in axes)
+    if size not in matmul.features or size == size_of(result):
         return False
     trailing = list(range(len(shape) - len(axes), len(shape)))
     return axes == trailing or not matmul.trailing

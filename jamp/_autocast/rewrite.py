@@ -170,7 +170,8 @@ class Rewriter(Writer):
         (operand,), (same,) = eqn.invars, eqn.outvars
         dtype = self.values.half if Source.HALF in source else FLOAT32
         asks, origin = self.values[operand].asks, origin_of_unknown(same)
-        self.values.known[same] = Value(dtype, dtype, asks, origin, source)
+        is_input = self.values[operand].is_input
+        self.values.known[same] = Value(dtype, dtype, asks, origin, source, is_input)
         version = self.read(operand, dtype)
         known: Any = {} if isinstance(operand, jc.Literal) else self.versions[operand]
         self.versions[same] = known | {dtype: version}

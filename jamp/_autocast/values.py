@@ -21,7 +21,7 @@ from jamp._autocast.frames import Kind, frames_of
 from jamp._autocast.inline import inlined
 from jamp._autocast.marks import Source
 from jamp._autocast.origins import Origin, origin_of_unknown
-from jamp._autocast.primitives import Rule
+from jamp._autocast.primitives import Rule, Shape, traits_of
 from jamp._autocast.program import (
     KEPT,
     NO_MODEL,
@@ -29,6 +29,7 @@ from jamp._autocast.program import (
     Scope,
     dtype_of,
     exceeds_half,
+    is_float,
     is_float32,
     region_rule,
     ruling,
@@ -36,6 +37,11 @@ from jamp._autocast.program import (
 from jamp._core.dtypes import FLOAT32
 
 _NO_SOURCE = Source(0)
+# The elements of the result are elements of the operands, at fixed places.
+_PARTS = (
+    *(Shape.SAME, Shape.MARK, Shape.RESHAPE),
+    *(Shape.REARRANGE, Shape.REPEAT, Shape.PART),
+)
 _HALF_PARAM = Source.HALF, Source.HALF | Source.STAYS
 _KEPT_PARAM = Source.KEPT, Source.KEPT | Source.STAYS
 
@@ -52,8 +58,10 @@ class Value(NamedTuple):
     origin: Origin = Origin()  # the arrays that it is computed from
     # Whether it depends on half params, on kept params, or on other data.
     source: Source = Source.DATA
-    # Whether it is the same in all iterations, or an input of the whole program.
-    shared: bool = False
+    # Whether it is an input of the whole program, or a part, a rearrangement or a
+    # broadcast of inputs.
+    is_input: bool = False
+    invariant: bool = False  # whether it is the same in all iterations of the loop
     # Whether a loop carries it in float32, or it is a sum with such a carry.
     carried: bool = False
 
@@ -117,8 +125,13 @@ class Values:
         self._last: tuple[Rule | None, str] | None = None  # and its region
         # The roots of the float32 embedding tables: the program looks up their rows.
         self.tables: set[Any] = set()
-        self.known = {v: self.unknown(v) for v in program.constvars}
-        given = given or [self.unknown(v)._replace(shared=True) for v in program.invars]
+        self.known = {
+            v: self.unknown(v)._replace(is_input=True) for v in program.constvars
+        }
+        # The rule of a custom derivative may take computed values.
+        given = given or [
+            self.unknown(v)._replace(is_input=not scope.derived) for v in program.invars
+        ]
         self.known.update(zip(program.invars, given, strict=True))
 
     def __getitem__(self, atom: Atom) -> Value:
@@ -171,11 +184,14 @@ class Values:
         """
         given = self.of(operands)
         closed = [
-            self.unknown(v)._replace(source=value.source, carried=value.carried)
+            self.unknown(v)._replace(
+                source=value.source, carried=value.carried, is_input=value.is_input
+            )
             for v, value in zip(operands, given, strict=True)
         ]
         for i in carries:
-            closed[i] = closed[i]._replace(source=joint_source(given))
+            source = joint_source(given)
+            closed[i] = closed[i]._replace(source=source, is_input=False)
         return closed
 
     def recorded(self, eqn: jc.JaxprEqn, is_data: bool = False) -> list[Value]:
@@ -188,8 +204,20 @@ class Values:
         for v in eqn.outvars:
             value = self.unknown(v)
             vote = FLOAT32 if is_float32(v) and not exact else None
-            results.append(value._replace(vote=vote, source=source))
+            is_input = self.is_input(eqn)
+            value = value._replace(vote=vote, source=source, is_input=is_input)
+            results.append(value)
         return results
+
+    def is_input(self, eqn: jc.JaxprEqn) -> bool:
+        """Returns whether the results of an equation are inputs, see `Value`."""
+        if traits_of(eqn.primitive.name).shape not in _PARTS:
+            return False
+        return all(
+            x.is_input
+            for x, v in zip(self.of(eqn.invars), eqn.invars, strict=True)
+            if is_float(v)
+        )
 
     def ruling(
         self, eqn: jc.JaxprEqn, name: str, given: Sequence[Value]

@@ -42,7 +42,7 @@ _ORDERS = ("top_k", "approx_top_k", "argmax", "argmin", "sort")
 # Operations whose results have the order of their operands.
 _PASSES = (
     *(Shape.ELEMENTWISE, Shape.SAME, Shape.MARK, Shape.RESHAPE),
-    *(Shape.REARRANGE, Shape.REPEAT, Shape.MOVE),
+    *(Shape.REARRANGE, Shape.REPEAT, Shape.PART, Shape.MOVE),
 )
 
 # NVIDIA's data sheet of the H200 SXM, without sparsity: FLOP/s, and bandwidth in B/s.

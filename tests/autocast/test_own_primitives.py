@@ -21,8 +21,8 @@ X = jnp.asarray(np.random.default_rng(0).choice([-2, -1, 0.5, 1], (8, 8)), jnp.b
 fp8_derivative = functools.partial(
     quantized._linear.bind, numbers=NUMBERS, half=jnp.bfloat16, first=True
 )
-# Functions of a half array, which are linear, and their matrices. `fp8_once` is only for
-# the gradient of a matmul, and `quantize` returns another dtype: see the tests below.
+# Linear functions of a half array that return the array. `fp8_once` is only for the
+# gradient of a matmul, and `quantize` returns another dtype: see the tests below.
 LINEAR = {
     "residual": functools.partial(pins._pin.bind, backward=False),
     "residual (backward)": functools.partial(pins._pin.bind, backward=True),
