@@ -150,8 +150,8 @@ ROWS = (
         "reshape: reshape squeeze transpose copy",
         "rearrange: rev concatenate stack",
         "part: slice dynamic_slice split unstack",
-        "move: gather pad dynamic_update_slice scatter all_gather all_gather_invariant all_gather_reduced all_to_all "
-        "ragged_all_to_all ppermute",
+        "move: gather pad dynamic_update_slice scatter all_gather all_gather_invariant "
+        "all_gather_reduced all_to_all ragged_all_to_all ppermute",
         "elementwise rounds: select_n",
         "elementwise: PrimalLeftTangentRight",
         "same: stop_gradient repeated",

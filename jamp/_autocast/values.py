@@ -110,10 +110,20 @@ def in_dtypes(values: Iterable[Value], dtypes: Sequence[Any]) -> list[Value]:
     return [value._replace(dtype=dtype) for value, dtype in pairs]
 
 
+def input_of(atom: Atom) -> Value:
+    """Returns an input of the whole function, which is data unless it has a mark."""
+    dtype, is_weak = dtype_of(atom), jax_internals.is_weak_scalar(atom)
+    if dtype != FLOAT32:
+        return Value(dtype, is_input=True)
+    vote, origin = None if is_weak else FLOAT32, origin_of_unknown(atom)
+    return Value(dtype, vote, origin=origin, is_input=True)
+
+
 class Values:
     """The values of one program, up to the equation that autocast reads.
 
-    `given` holds the program's inputs. It is empty if nothing is known about these.
+    `given` holds the program's inputs. It is empty if nothing is known about these,
+    such as the inputs of a user's derivative rule.
     """
 
     def __init__(self, program: jc.Jaxpr, given: Sequence[Value], scope: Scope):
@@ -128,10 +138,7 @@ class Values:
         self.known = {
             v: self.unknown(v)._replace(is_input=True) for v in program.constvars
         }
-        # The rule of a custom derivative may take computed values.
-        given = given or [
-            self.unknown(v)._replace(is_input=not scope.derived) for v in program.invars
-        ]
+        given = given or list(map(self.unknown, program.invars))
         self.known.update(zip(program.invars, given, strict=True))
 
     def __getitem__(self, atom: Atom) -> Value:
@@ -154,7 +161,7 @@ class Values:
         """Returns a value about which nothing is known, in the user's dtype."""
         scope, dtype = self.scope, dtype_of(atom)
         if dtype != FLOAT32:
-            # A half value that jamp did not mark counts as a half param.
+            # A half constant counts as a half param. The function closes over it.
             source = Source.HALF if dtype == self.half else scope.within
             return Value(dtype, source=source)
         vote, origin = (
@@ -226,11 +233,10 @@ class Values:
         rule, region = ruling(self.scope, eqn, name, self._region(eqn, name))
         if rule is not Rule.HALF or region or not self.scope.policy.of_model:
             return rule, region
-        half = any(dtype_of(v) == self.half for v in eqn.invars)
-        weights = half or any(value.is_half_param for value in given)
+        weights = any(value.is_half_param for value in given)
         if not weights and any(value.is_kept_param for value in given):
             return Rule.FLOAT32, KEPT
-        of_model = half or any(Source.HALF in value.source for value in given)
+        of_model = any(Source.HALF in value.source for value in given)
         return (rule, region) if of_model else (Rule.FLOAT32, NO_MODEL)
 
     def _region(self, eqn: jc.JaxprEqn, name: str) -> tuple[Rule | None, str] | None:
