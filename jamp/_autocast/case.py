@@ -24,6 +24,7 @@ from jamp._autocast.program import (
     is_float32,
     size_of,
 )
+from jamp._autocast.sums import LOOKUPS
 from jamp._autocast.values import Value, Values, joint_source
 from jamp._core.dtypes import FLOAT32
 
@@ -92,6 +93,12 @@ class Case:
             return bool(origin.statistic_of & others)
 
         return small + [value for value in full if is_of_statistics(value)]
+
+    @property
+    def table(self) -> jc.Var | None:
+        """The half array in which it looks up slices, or None."""
+        table = self.eqn.invars[0] if self.name in LOOKUPS else None
+        return table if isinstance(table, jc.Var) and is_float32(table) else None
 
     @property
     def is_ratio(self) -> bool:

@@ -27,7 +27,7 @@ class Decision(NamedTuple):
 
     dtype: Any  # the dtype of its results, and of its cast operands
     why: str  # a short reason, see `Note.why`
-    # A bias, a weight that the iterations of a loop share, or an embedding table, if
+    # A bias, a weight that the iterations of a loop share, or the array of a lookup, if
     # its gradient is a float32 sum.
     summed: jc.Var | None = None
     apart: bool = False  # whether other equations may not read its casts
@@ -151,7 +151,7 @@ def decide(case: Case) -> Decision:
             break
     if row.in_half:
         is_matmul = case.rule is Rule.HALF
-        summed = summed_weight(case) if is_matmul else case.bias
+        summed = summed_weight(case) if is_matmul else case.bias or case.table
         return Decision(case.values.half, row.why, summed)
     # A norm and its statistics read two casts of the same value. Then their cotangents
     # meet in half, and XLA moves 2 to 5 % fewer bytes.
