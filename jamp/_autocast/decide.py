@@ -59,10 +59,11 @@ TABLE = (
         "The lists say so.",
     ),
     Row(
-        lambda case: case.asks,
+        lambda case: case.asks or case.keeps_digits,
         _FLOAT32,
         "literal",
-        "An operand is a constant that half cannot hold.",
+        "Half cannot hold an operand, or would change a number that it compares or "
+        "passes on.",
     ),
     Row(
         lambda case: case.bias is not None,

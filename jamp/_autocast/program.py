@@ -230,6 +230,14 @@ def exceeds_half(number: float, half: Any) -> bool:
     return float(limits.max) < size < np.inf or 0 < size < float(limits.tiny)
 
 
+@functools.lru_cache(maxsize=1024)
+def changes_in_half(number: float, half: Any) -> bool:
+    """Returns whether half rounds a number to another one: 1 - 1e-6 becomes 1."""
+    with np.errstate(over="ignore"):
+        rounded = float(np.asarray(number, half))
+    return rounded != number and not math.isnan(number)
+
+
 def is_castable_eqn(eqn: jc.JaxprEqn, rule: Rule | None, half: DTypeLike) -> bool:
     """Returns whether all floats of an equation are float32.
 

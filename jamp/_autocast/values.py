@@ -13,6 +13,7 @@ dtype that torch's rules would give it. `decide` chooses the dtype of the comput
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jc
 
@@ -27,6 +28,7 @@ from jamp._autocast.program import (
     NO_MODEL,
     Atom,
     Scope,
+    changes_in_half,
     dtype_of,
     exceeds_half,
     is_float,
@@ -62,6 +64,8 @@ class Value(NamedTuple):
     # broadcast of inputs.
     is_input: bool = False
     invariant: bool = False  # whether it is the same in all iterations of the loop
+    # Whether half may change a constant; None for a value that is not a constant.
+    changes: bool | None = None
     # Whether a loop carries it in float32, or it is a sum with such a carry.
     carried: bool = False
 
@@ -136,7 +140,8 @@ class Values:
         # The roots of the float32 embedding tables: the program looks up their rows.
         self.tables: set[Any] = set()
         self.known = {
-            v: self.unknown(v)._replace(is_input=True) for v in program.constvars
+            v: self.unknown(v)._replace(is_input=True, changes=is_float32(v) or None)
+            for v in program.constvars
         }
         given = given or list(map(self.unknown, program.invars))
         self.known.update(zip(program.invars, given, strict=True))
@@ -153,9 +158,14 @@ class Values:
         ]
 
     def _literal(self, literal: jc.Literal) -> Value:
-        dtype = dtype_of(literal)
-        asks = dtype == FLOAT32 and exceeds_half(float(literal.val), self.half)
-        return Value(dtype, FLOAT32 if asks else None, asks, source=_NO_SOURCE)
+        dtype, number = dtype_of(literal), literal.val
+        if jnp.iscomplexobj(number):
+            return Value(dtype, source=_NO_SOURCE)
+        # JAX converts the integer of `where(mask, x, 0)` in the program.
+        asks = exceeds_half(float(number), self.half)
+        changes = changes_in_half(float(number), self.half)
+        vote = FLOAT32 if asks and dtype == FLOAT32 else None
+        return Value(dtype, vote, asks, source=_NO_SOURCE, changes=changes)
 
     def unknown(self, atom: Atom) -> Value:
         """Returns a value about which nothing is known, in the user's dtype."""
@@ -192,29 +202,39 @@ class Values:
         given = self.of(operands)
         closed = [
             self.unknown(v)._replace(
-                source=value.source, carried=value.carried, is_input=value.is_input
+                source=value.source,
+                carried=value.carried,
+                is_input=value.is_input,
+                changes=value.changes,
             )
             for v, value in zip(operands, given, strict=True)
         ]
         for i in carries:
             source = joint_source(given)
-            closed[i] = closed[i]._replace(source=source, is_input=False)
+            closed[i] = closed[i]._replace(source=source, is_input=False, changes=None)
         return closed
 
     def recorded(self, eqn: jc.JaxprEqn, is_data: bool = False) -> list[Value]:
         """Returns the results of an equation that keeps the user's dtypes."""
-        source = Source.DATA if is_data else joint_source(self.of(eqn.invars))
-        # A mask is exact in any dtype, so it has no vote.
-        exact = eqn.primitive.name == "convert_element_type"
-        exact = exact and dtype_of(eqn.invars[0]) == np.bool_
-        results = []
-        for v in eqn.outvars:
-            value = self.unknown(v)
-            vote = FLOAT32 if is_float32(v) and not exact else None
-            is_input = self.is_input(eqn)
-            value = value._replace(vote=vote, source=source, is_input=is_input)
-            results.append(value)
-        return results
+        given = self.of(eqn.invars)
+        source = Source.DATA if is_data else joint_source(given)
+        is_input, changes = self.is_input(eqn), self.changes(eqn)
+        asks, has_vote = False, True
+        if eqn.primitive.name == "convert_element_type":
+            # A mask is exact in any dtype, so it has no vote. A number has none either.
+            is_mask = dtype_of(eqn.invars[0]) == np.bool_
+            asks = given[0].asks and changes is not None
+            has_vote = asks or not is_mask and changes is None
+        return [
+            self.unknown(v)._replace(
+                vote=FLOAT32 if has_vote and is_float32(v) else None,
+                asks=asks,
+                source=source,
+                is_input=is_input,
+                changes=changes,
+            )
+            for v in eqn.outvars
+        ]
 
     def is_input(self, eqn: jc.JaxprEqn) -> bool:
         """Returns whether the results of an equation are inputs, see `Value`."""
@@ -225,6 +245,14 @@ class Values:
             for x, v in zip(self.of(eqn.invars), eqn.invars, strict=True)
             if is_float(v)
         )
+
+    def changes(self, eqn: jc.JaxprEqn) -> bool | None:
+        """Returns the field of `Value` for the results of an equation."""
+        changes = [self[v].changes for v in eqn.invars]
+        if None in changes or not changes:
+            return None
+        moves = traits_of(eqn.primitive.name).shape in (*_PARTS, Shape.MOVE)
+        return any(changes) if moves else True
 
     def ruling(
         self, eqn: jc.JaxprEqn, name: str, given: Sequence[Value]
