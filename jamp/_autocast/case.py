@@ -61,7 +61,7 @@ class Case:
             if name == "add" and values.half in self.votes:
                 self.bias = self._bias()
             if name == "gather" and given[0].is_input and given[0].vote == FLOAT32:
-                values.tables |= given[0].origin.roots
+                values.tables.update(given[0].origin.roots)
             self.vote = self._vote()
         self.is_half = self.has_float32_result and self.vote == values.half
         self.origins = [
@@ -93,8 +93,8 @@ class Case:
 
         def is_of_statistics(value: Value) -> bool:
             origin = value.origin
-            others = frozenset().union(*(r for r in roots if not r & origin.roots))
-            return bool(origin.statistic_of & others)
+            others = [each for each in roots if not origins.meet(each, origin.roots)]
+            return origins.meet(origins.union(others), origin.statistic_of)
 
         return small + [value for value in full if is_of_statistics(value)]
 

@@ -192,5 +192,5 @@ def summed_weight(case: Case) -> jc.Var | None:
 
 
 def _is_summed(values: Values, value: Value) -> bool:
-    is_table = not value.origin.roots.isdisjoint(values.tables)
+    is_table = not values.tables.isdisjoint(value.origin.roots)
     return value.invariant and values.scope.loop or value.is_input and is_table
