@@ -85,7 +85,7 @@ def is_bias(bias: Atom, origin: Origin, of_matmul: Origin, result: Atom) -> bool
         return False
     if meet(origin.roots, of_matmul.roots):
         return False  # a gelu adds `0.04 * x**3` to `x`, which may have one row
-    axes = [i for i, n in enumerate(shape) if n > 1]
+    axes = [i for i, n in enumerate(shape) if n != 1]
     if origin.varies is not None:
         axes = [i for i in axes if i in origin.varies]
     size = math.prod(shape[i] for i in axes)
@@ -164,7 +164,7 @@ def _varies(
             return None
         axes = given[0].varies
         axes = range(len(shape_of(first))) if axes is None else axes
-        return tuple(places[i] for i in axes if shape_of(first)[i] > 1)
+        return tuple(places[i] for i in axes if shape_of(first)[i] != 1)
     pairs = zip(eqn.invars, given, strict=True)
     found = [(v, g.varies) for v, g in pairs if not isinstance(v, jc.Literal)]
     axes = [axes for _, axes in found if axes is not None]

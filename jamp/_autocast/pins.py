@@ -24,6 +24,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 from jamp._autocast.jax_internals import at_place
+from jamp._autocast.program import size_of_shape
 from jamp._autocast.sums import lower_barrier
 from jamp._core.dtypes import HALF_DTYPES
 
@@ -68,7 +69,7 @@ def _lower(ctx: Any, x: Any, backward: bool) -> Any:
 
 def _lower_on_tpu(ctx: Any, x: Any, backward: bool) -> Any:
     (aval,) = ctx.avals_in
-    short = any(2 <= n <= 32 for n in aval.shape[:-2])
+    short = any(2 <= size_of_shape((n,)) <= 32 for n in aval.shape[:-2])
     packs = aval.dtype in HALF_DTYPES and short
     return _lower(ctx, x, backward and not packs)
 
