@@ -59,8 +59,7 @@ from jamp._autocast.frames import (
     with_programs,
 )
 from jamp._autocast.primitives import Shape, traits_of
-from jamp._core.dtypes import FLOAT32
-from pallas_kernels._compat import compute_capability
+from jamp._autocast.products import product_with
 
 
 @jax.custom_jvp
@@ -134,31 +133,19 @@ def with_weight(numbers: Any, first: bool, copies: int) -> Callable[..., Array]:
     which differs among the matmuls of a program.
     """
 
-    def dot(x: Array, weight: Array, dtype: DTypeLike, precision: Any = None) -> Array:
+    def dot(x: Array, weight: Array) -> Array:
         operands = (weight, x) if first else (x, weight)
-        return jax.lax.dot_general(
-            *operands, numbers, precision=precision, preferred_element_type=dtype
-        )
+        return jax.lax.dot_general(*operands, numbers, preferred_element_type=x.dtype)
 
     @jax.custom_jvp
     def matmul(x: Array, weight: Array, in_half: Array) -> Array:
-        return dot(x, in_half, x.dtype)
-
-    def in_float32(x: Array, weight: Array) -> Array:
-        # The algorithm sets the dtype of all operands, including the cotangent.
-        half_operands = jax.lax.DotAlgorithm(x.dtype, x.dtype, FLOAT32)
-        return dot(x, weight, FLOAT32, half_operands).astype(x.dtype)
+        return dot(x, in_half)
 
     def derivative(primals, tangents):
         (x, weight, in_half), (of_x, of_weight, _) = primals, tangents
-        half = x.dtype
-        known = [] if isinstance(of_x, SymbolicZero) else [dot(of_x, in_half, half)]
+        known = [] if isinstance(of_x, SymbolicZero) else [dot(of_x, in_half)]
         if not isinstance(of_weight, SymbolicZero):
-            rounded = lambda x, w: dot(x, w.astype(half), half)  # noqa: E731
-            on_cuda = in_float32 if has_algorithm(half) else rounded
-            tangent = jax.lax.platform_dependent(
-                x, of_weight, cuda=on_cuda, default=rounded
-            )
+            tangent = product_with(x, of_weight, numbers, first)
             for _ in range(copies):
                 tangent = apart(tangent)
             known.append(tangent)
@@ -166,15 +153,6 @@ def with_weight(numbers: Any, first: bool, copies: int) -> Callable[..., Array]:
 
     matmul.defjvp(derivative, symbolic_zeros=True)
     return matmul
-
-
-def has_algorithm(half: DTypeLike) -> bool:
-    """Returns whether XLA supports a dot algorithm for a half dtype on the local GPUs.
-
-    XLA rejects bfloat16 algorithms on GPUs before Ampere.
-    """
-    found = map(compute_capability, jax.local_devices())
-    return half == jnp.float16 or not any(c and c < (8, 0) for c in found)
 
 
 LOOKUPS = ("gather", "dynamic_slice")
