@@ -60,6 +60,8 @@ from jamp._autocast.frames import (
 )
 from jamp._autocast.primitives import Shape, traits_of
 from jamp._autocast.products import product_with
+from jamp._autocast.program import size_of_shape
+from jamp._core.dtypes import FLOAT32
 
 
 @jax.custom_jvp
@@ -177,7 +179,7 @@ def with_lookup(
         rows = _rows(table, places[0], **dict(params)) if len(places) == 1 else None
 
         def in_float32(table):
-            if rows is not None and 2 * rows.size < len(table):
+            if rows is not None and 2 * size_of_shape(rows.shape) < len(table):
                 return _of_distinct_rows(table, rows)
             return bind(table.astype(FLOAT32), *places).astype(table.dtype)
 

@@ -12,8 +12,9 @@ from jax.extend.core import Primitive
 
 import jamp
 import pallas_kernels
-from jamp._autocast import pins, sums
+from jamp._autocast import pins, products, sums
 from jamp._fp8 import quantized
+from pallas_kernels import layouts
 
 NUMBERS = ((1,), (0,)), ((), ())  # of a matmul of two matrices
 # fp8 holds these numbers, and their products with 2 and 3, exactly.
@@ -28,6 +29,9 @@ LINEAR = {
     "residual (backward)": functools.partial(pins._pin.bind, backward=True),
     "apart": sums.apart,
     "repeated": sums.repeated(jnp.bfloat16),
+    "product": lambda x: products.product_with(x, jnp.eye(8), NUMBERS, False),
+    "product (first)": lambda x: products.product_with(x, jnp.eye(8), NUMBERS, True),
+    "row_major": layouts._row_major.bind,
     "fp8_derivative": lambda x: fp8_derivative(x, jnp.eye(8, dtype=x.dtype)),
 }
 OTHERS = {
