@@ -267,6 +267,8 @@ def loss_scale_rule(
         return DynamicLossScale(
             init_scale=start, min_scale=min_loss_scale, max_scale=max_loss_scale
         )
+    if loss_scale is None:
+        return StaticLossScale(1.0, check=True)
     if isinstance(loss_scale, float):
         return StaticLossScale(loss_scale)
     return loss_scale

@@ -119,8 +119,8 @@ class AmpState(TrainState, kw_only=True):
         """Steps, or skips the step if the gradients are not finite.
 
         A skip is atomic: params, masters, optimizer state, `step` and `fields` keep
-        their bits, and only the loss scale and the counters of skips change. A static
-        scale checks nothing, except with `check=True`.
+        their bits, and only the loss scale and the counters of skips change. A number
+        as `loss_scale` checks nothing.
 
         Args:
             grads: unscaled gradients, a tree like `params`: the result of

@@ -216,6 +216,33 @@ def test_a_static_scale_that_checks_skips_and_stays(level, tx):
         assert after.last_step_skipped
 
 
+@each_tx
+@pytest.mark.parametrize("level", ["O4", "O5", "O6"])
+def test_a_level_of_bfloat16_checks_by_default_and_an_explicit_number_does_not(
+    level, tx
+):
+    fields = {"state_class": Mine, "batch_stats": OLD}
+    state, new = make(level, tx=tx, **fields), stats_of(np.float32([1, 2]))
+    assert state.loss_scale_rules == (jamp.StaticLossScale(1.0, check=True),)
+    assert jamp.initialize(params(), tx, level, verbosity=0).loss_scale == 1
+    state = step(state, random_like(params(), 0))
+    for bad in (
+        step(state, spoilt(), batch_stats=new),
+        state.apply_gradients(grads=spoilt(), batch_stats=new),
+        step(state, like(params(), jnp.nan), batch_stats=new),
+    ):
+        assert_skipped(bad, state)
+        assert (bad.skipped_steps, bad.last_step_skipped, bad.loss_scale) == (1, True, 1)
+    with pytest.raises(FloatingPointError, match="skipped 1 steps in a row"):
+        jamp.check(bad, max_consecutive_skips=1)
+    for number in (1, 1.0, "1", np.float32(1)):
+        state = make(level, tx=tx, loss_scale=number)
+        assert state.loss_scale_rules == (jamp.StaticLossScale(1.0),)
+        after = step(state, spoilt())
+        assert (after.step, after.skipped_steps) == (1, 0)
+        assert np.isnan(jamp.master_params(after)["b"]).tolist() == [False, True]
+
+
 class Mine(jamp.AmpState):
     batch_stats: Any
     epoch: Any = None

@@ -224,10 +224,12 @@ def test_verbosity_prints_nothing_one_line_or_the_report_of_apex(capsys):
     lines = [
         "jamp O1: float32 params, autocast to float16, dynamic loss scale",
         "jamp O6: bfloat16 params, float32 BatchNorm, float32 masters, fp8 matmuls, "
-        "loss scale 1.0",
+        "loss scale 1.0 (checked)",
+        "jamp O4: float32 params, autocast to bfloat16, loss scale 1.0 (unchecked)",
     ]
     make("O1", verbosity=1)
     jamp.initialize(W, SGD, "O6")
+    make("O4", verbosity=1, loss_scale=1)
     assert capsys.readouterr().out.splitlines() == lines
 
 
