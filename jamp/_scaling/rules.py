@@ -33,8 +33,10 @@ class LossScaleState(NamedTuple):
 
     Attributes:
         scale: the factor of the loss, shape (), float32.
-        unskipped: finite steps since the scale last moved, shape (), int32.
-        hysteresis: non-finite steps until the scale falls, shape (), int32.
+        unskipped: finite steps since the scale last grew or a step was skipped, shape
+            (), int32.
+        hysteresis: non-finite steps until the scale falls, counted by the rule of the
+            last step, shape (), int32.
         consecutive_skips: skipped steps in a row, shape (), int32.
     """
 
@@ -170,8 +172,9 @@ class DynamicLossScale(_Rule):
         # Functions of `jnp` are jitted and would be traced; functions of `lax` are not.
         finite, scale = jnp.asarray(finite), jnp.asarray(state.scale, FLOAT32)
         lowest, highest = map(np.float32, self._limits)
-        left = lax.max(lax.sub(state.hysteresis, _ONE), _ZERO)
-        left = lax.select(finite, np.int32(self.hysteresis), left)
+        # Counted from the skips, because another rule may have set `state.hysteresis`.
+        skips = count_skips(state, finite)
+        left = lax.max(lax.sub(np.int32(self.hysteresis), skips), _ZERO)
         unskipped = lax.select(finite, lax.add(state.unskipped, _ONE), _ZERO)
         # `unskipped` can exceed `window` after a restart with a shorter window.
         grows = lax.ge(unskipped, np.int32(self.window))
@@ -182,7 +185,7 @@ class DynamicLossScale(_Rule):
             scale=lax.select(grows, grown, lax.select(falls, fallen, scale)),
             unskipped=lax.select(grows, _ZERO, unskipped),
             hysteresis=left,
-            consecutive_skips=count_skips(state, finite),
+            consecutive_skips=skips,
         )
 
 

@@ -6,9 +6,20 @@ import numpy as np
 import optax
 import pytest
 
+import jamp
 from jamp.fp16_utils import FlatFP16_Optimizer
 from jamp.optimizers import fused_adam, fused_sgd
-from tests.fp16_utils.fp16 import BF16, F32, cut_down, data, group, like, steps
+from tests.fp16_utils.fp16 import (
+    BF16,
+    F32,
+    cut_down,
+    data,
+    group,
+    in_groups,
+    like,
+    run,
+    steps,
+)
 from tests.optimizers.fused import update
 from tests.oracles.fp16_optimizer import DynamicLossScaler
 from tests.support.bits import assert_same_bits
@@ -122,6 +133,32 @@ def test_a_skip_leaves_every_bit_with_a_static_scale_too(dynamic, bad):
     assert step(after).loss_scale == after.loss_scale / (1 + dynamic)
     clean = step(optimizer.backward(optimizer.zero_grad(after), dot, good)[1])
     assert not clean.overflow
+
+
+@pytest.mark.parametrize("passes", [1, 2, 3])
+def test_it_is_ampstate_of_the_summed_gradients_with_overflows_in_any_pass(passes):
+    trees = {"kernel": jnp.arange(6, dtype=F32) / 8}
+    bad = (0, 3, 4, 5, 6, 19, 22)
+    xs = in_groups(data(12 * passes, bad, tree=trees), passes)
+    rule = jamp.DynamicLossScale(2.0**16, 2.0, 1000, 1.0, None)
+    amp = jamp.initialize(trees, adam(), "O2", loss_scale=rule, verbosity=0)
+
+    def amp_step(state, xs):
+        grads = [jamp.scaled_grad(dot)(state, x) for x in xs]
+        total = jax.tree.map(lambda *g: sum(g), *grads)
+        state = state.apply_gradients(grads=total)
+        return state, state
+
+    theirs = run(amp_step, amp, xs)
+    half = jax.tree.map(lambda p: p.astype(jnp.float16), trees)
+    optimizer = cut_down(adam())
+    start, flat_xs = optimizer.init(half), [x for group in xs for x in group]
+    mine = steps(optimizer, start, flat_xs, passes=passes)
+    for a, b in zip(mine, theirs, strict=True):
+        assert_same_bits(
+            (a.params, a.loss_scaler, a.overflow),
+            (b.params, b.loss_scales[0], b.last_step_skipped),
+        )
 
 
 def test_a_norm_beyond_float32_is_an_overflow():
