@@ -245,10 +245,8 @@ def _check_found(
         "'float32') if getattr(x, 'dtype', None) in ('bfloat16', 'float16') else x, "
         "checkpoint)`.",
     )
-    for i, rule in enumerate(state.loss_scale_rules):
-        name = f"loss_scaler{i}"
-        same_kind = bool(found[name]["dynamic"]) == rule.moves
-        check_scale_state(name, found[name], rule if same_kind else None)
+    for name in wanted:
+        check_scale_state(name, found[name])
     check_counters(found)
 
 

@@ -81,7 +81,7 @@ def check(
     for loss_id, (rule, scale_state) in enumerate(
         zip(state.loss_scale_rules, state.loss_scales, strict=True)
     ):
-        check_scale_state(f"loss_scales/{loss_id}", scale_state._asdict(), rule)
+        check_scale_state(f"loss_scales/{loss_id}", scale_state._asdict())
         members = scale_state.consecutive_skips, scale_state.scale
         for skips, scale in zip(*map(np.ravel, members), strict=True):
             at_floor = rule.moves and skips > 0 and scale <= lowest_scale(rule)
@@ -107,8 +107,10 @@ def _print_skips(state: AmpState, before: Seen, now: Seen) -> None:
             or now.scales[i] < before.scales[i]
             or np.any(state.loss_scales[i].consecutive_skips)
         )
-        if rule.moves and overflowed:
+        if rule.check and overflowed:
+            does = "reducing" if now.scales[i] < before.scales[i] else "keeping"
+            preposition = " to" if does == "reducing" else ""
             print(
-                f"Gradient overflow.  Skipping step, loss scaler {i} reducing loss "
-                f"scale to {now.scales[i]}"
+                f"Gradient overflow.  Skipping step, loss scaler {i} {does} loss "
+                f"scale{preposition} {now.scales[i]}"
             )

@@ -268,7 +268,9 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         does = "keeping loss scale"
         if self.rule.moves:
             at_floor = scale <= rules.lowest_scale(self.rule)
-            does = "loss scale at its floor of" if at_floor else "reducing loss scale to"
+            does = (
+                "loss scale at its floor of" if at_floor else "reducing loss scale to"
+            )
         print(f"{what} Skipping step, {does} {scale}")
 
     def _call(self, closure: Closure, state: FP16State) -> tuple[Array, FP16State]:

@@ -232,7 +232,11 @@ def test_a_level_of_bfloat16_checks_by_default_and_an_explicit_number_does_not(
         step(state, like(params(), jnp.nan), batch_stats=new),
     ):
         assert_skipped(bad, state)
-        assert (bad.skipped_steps, bad.last_step_skipped, bad.loss_scale) == (1, True, 1)
+        assert (bad.skipped_steps, bad.last_step_skipped, bad.loss_scale) == (
+            1,
+            True,
+            1,
+        )
     with pytest.raises(FloatingPointError, match="skipped 1 steps in a row"):
         jamp.check(bad, max_consecutive_skips=1)
     for number in (1, 1.0, "1", np.float32(1)):
@@ -414,6 +418,30 @@ def test_overwrite_with_gradient_is_honoured(level, pack):
     assert bits(after.params["params"]["w"]) == w.tobytes()
     dynamic = fp8_state(level, pack, loss_scale="dynamic")
     assert_skipped(fp8_step(dynamic, jnp.inf), dynamic)
+
+
+@pytest.mark.parametrize("ids", [(0, 1), (1, 1)])
+def test_two_losses_cannot_both_overwrite_a_value(ids):
+    state = fp8_state("O0", num_losses=2)
+    grads = jax.tree.map(jnp.ones_like, state.params)
+    words = f"_overwrite_with_gradient` from loss {ids[0]} and from loss {ids[1]}"
+    with pytest.raises(ValueError, match=words):
+        state.apply_gradients(grads=(grads, grads), loss_id=ids)
+
+
+def test_losses_of_two_groups_overwrite_the_values_of_their_group():
+    one = {
+        "params": {"w": jnp.ones(2)},
+        "_overwrite_with_gradient": {"amax": jnp.ones(2)},
+    }
+    tx = optax.sgd(1.0)
+    state = make("O0", {"a": one, "b": one}, {"a": tx, "b": tx}, num_losses=2)
+    grads = [{key: like(one, x)} for key, x in (("a", 3.0), ("b", 5.0))]
+    after = state.apply_gradients(grads=grads, loss_id=(0, 1))
+    for key, wanted in (("a", 3.0), ("b", 5.0)):
+        assert after.params[key]["_overwrite_with_gradient"]["amax"][0] == wanted
+    with pytest.raises(ValueError, match="of group 'b' from loss 0 and from loss 1"):
+        state.apply_gradients(grads=(grads[1], grads[1]), loss_id=(0, 1))
 
 
 ONE = {"w": jnp.ones(2)}
