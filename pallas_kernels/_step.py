@@ -23,7 +23,7 @@ from pallas_kernels._rounding import (
     keys_of,
     rounded,
 )
-from pallas_kernels._run import Options, run
+from pallas_kernels._run import Options, run, width_of
 from pallas_kernels._xla import (
     Blocks,
     Job,
@@ -155,6 +155,11 @@ class Leaves(NamedTuple):
     grads: Sequence[Array]
     moments: Mapping[str, Sequence[Array]]
     decays: Sequence[bool]
+
+    @property
+    def dtype(self) -> Any:
+        """float64 if a weight is float64, and float32 otherwise."""
+        return width_of([weight.param for weight in self.weights])
 
 
 class _Tag(NamedTuple):

@@ -278,13 +278,19 @@ def loss_scale_rule(
 
 
 def unscale_tree(tree: PyTree, scale: Float[Array, ""] | float) -> PyTree:
-    """Multiplies float leaves by `1 / scale` in float32, like apex's kernel."""
-    inverse = 1.0 / jnp.asarray(scale, jnp.float32)
+    """Multiplies float leaves by `1 / scale` in float32, like apex's kernel.
+
+    It multiplies float64 and complex128 leaves in float64.
+    """
+    scale, inverses = jnp.asarray(scale, jnp.float32), {}
     leaves, structure = jax.tree.flatten(tree)
     for i, x in enumerate(leaves):
         if is_differentiable(x):
             x = widen(jnp.asarray(x))
-            leaves[i] = lax.mul(x, lax.convert_element_type(inverse, x.dtype))
+            real = jnp.finfo(x.dtype).dtype
+            if real not in inverses:
+                inverses[real] = 1.0 / scale.astype(real)
+            leaves[i] = lax.mul(x, lax.convert_element_type(inverses[real], x.dtype))
     return structure.unflatten(leaves)
 
 

@@ -74,6 +74,11 @@ def check_containers(params: PyTree, tx: Any) -> None:
             "tx must be an optax transformation, or a list, tuple or dict of them, "
             f"got {short_repr(tx)}."
         )
+    if isinstance(tx, Mapping) and groups.SINGLE in tx:
+        raise ValueError(
+            f"tx has the key None, which names no group: got {kind_of(tx)}. Pass the "
+            "transformation itself for one group, or name each group with another key."
+        )
     for entry in _entries(tx):
         if not groups.is_transformation(entry):
             raise TypeError(

@@ -71,6 +71,23 @@ def test_steps_match_float64_and_round_the_params(level):
     assert (state.step, state.skipped_steps) == (8, 0)
 
 
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("fused", [False, True])
+def test_float64_params_are_unscaled_and_stepped_in_float64(fused):
+    rng = np.random.default_rng(0)
+    start, x = rng.normal(size=5), rng.normal(size=5)
+    tx = fused_sgd(0.3) if fused else optax.sgd(np.float64(0.3))
+    with jax.enable_x64(True):
+        state = jamp.initialize(
+            {"w": jnp.asarray(start)}, tx, "O0", cast_model_type=False, loss_scale=3.0,
+            allow_incoming_model_not_fp32=True, verbosity=0,
+        )  # fmt: skip
+        loss = lambda p, x: (p["w"] * x).sum()  # noqa: E731
+        state = state.apply_gradients(grads=jamp.scaled_grad(loss)(state, x))
+        assert state.params["w"].dtype == np.float64
+        np.testing.assert_allclose(state.params["w"], start - 0.3 * x, rtol=1e-14)
+
+
 RATE_ONE = optax.sgd(1.0)
 # The start, the slopes of two steps at rate 1, and the master after each.
 ROUNDED = [

@@ -142,6 +142,8 @@ TYPE_ERRORS = [
 VALUE_ERRORS = [
     (dict(level="O9"), "Unexpected optimization level 'O9'"),
     (dict(tx=[SGD, SGD]), r"same container.*optax\.chain"),
+    (dict(tx={None: SGD}), r"tx has the key None.* for one group"),
+    (dict(tree={None: W}, tx={None: SGD}), r"tx has the key None.* for one group"),
     (dict(tx=(SGD, SGD), tree=np.ones(2)), "one ndarray of params"),
     (dict(tree=[W, W], tx=(SGD, SGD)), "a list of length 2.*a tuple of length 2"),
     (dict(tree=[W, W, W], tx=[SGD, SGD]), "length 3.*length 2"),
