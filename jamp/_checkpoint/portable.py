@@ -39,7 +39,8 @@ def to_checkpoint(state: AmpState) -> dict[str, Any]:
     """Returns the state as nested dicts of arrays, in the same form at every level.
 
     The params are the float32 masters, so every level and plain Flax can read them. No
-    array is copied or rounded. Flax's msgpack and Orbax can write the dicts, because
+    array is copied or rounded: a step that donates the state deletes the checkpoint's
+    arrays too, so write or copy them first. Flax's msgpack and Orbax can write the dicts, because
     they contain typed PRNG keys as data. Orbax restores into
     `jax.eval_shape(to_checkpoint, state)`.
 

@@ -234,7 +234,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
                 return value, _needed(there.master_grads)
 
             update_args["value_fn"] = with_gradient(value_and_grad)
-        if self._unscales_in_step:
+        elif self._unscales_in_step:
             state = self.update_master_grads(state)
         grads, clean = _needed(state.master_grads), True
         if self.rule.check:
@@ -276,6 +276,8 @@ class FP16_Optimizer:  # noqa: N801, apex's name
     def _call(self, closure: Closure, state: FP16State) -> tuple[Array, FP16State]:
         match closure(state):
             case (loss, FP16State() as state):
+                if self._unscales_in_step:
+                    state = self.update_master_grads(state)
                 return checked_loss(loss)[0], state
             case result:
                 raise TypeError(
