@@ -40,8 +40,8 @@ def to_checkpoint(state: AmpState) -> dict[str, Any]:
 
     The params are the float32 masters, so every level and plain Flax can read them. No
     array is copied or rounded: a step that donates the state deletes the checkpoint's
-    arrays too, so write or copy them first. Flax's msgpack and Orbax can write the dicts, because
-    they contain typed PRNG keys as data. Orbax restores into
+    arrays too, so write or copy them first. Flax's msgpack and Orbax can write the
+    dicts, because they contain typed PRNG keys as data. Orbax restores into
     `jax.eval_shape(to_checkpoint, state)`.
 
     Args:

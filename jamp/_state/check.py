@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from jamp._core.devices import moves_constants
+from jamp._core.tree import is_traced
 from jamp._scaling.incoming import check_scale_state
 from jamp._scaling.rules import check_state, lowest_scale
 from jamp._state.amp_state import AmpState
@@ -70,6 +71,11 @@ def check(
     FloatingPointError: Loss 0 skipped 3 steps in a row, and its scale is 8192: ...
     """
     check_state(state, "jamp.check(state)")
+    if is_traced(state.step):
+        raise TypeError(
+            "jamp.check reads values, so it cannot run inside jit, scan or vmap: call "
+            "it on the host, with the state that the jitted step returned."
+        )
     most = max_consecutive_skips
     if isinstance(most, bool) or not isinstance(most, Integral) or most < 1:
         raise ValueError(

@@ -18,6 +18,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, PyTree
 
 from jamp._core.devices import moves_constants
 from jamp._core.dtypes import is_castable
+from jamp._core.show import kind
 from jamp._core.tree import check_like, path_parts
 from jamp.optimizers._hyperparameters import (
     Count as Count,
@@ -183,8 +184,8 @@ class FusedRule(Hyperparameters, Rule):
         params = structure.unflatten([weight.param for weight in weights])
         if not isinstance(state, self.state):
             raise TypeError(
-                f"{self.name}: the state must be a {self.state.__name__}, got a "
-                f"{type(state).__name__}: {_REMEDY}"
+                f"{self.name}: the state must be a {self.state.__name__}, got "
+                f"{kind(state)}: {_REMEDY}"
             )
         trees = {}
         for name, tree in zip(state._fields[1:], state[1:], strict=True):

@@ -131,7 +131,10 @@ TYPE_ERRORS = [
         "extra field extra is 'text'.*not an array.*pytree_node=False",
     ),
     (dict(extra={"a": len}), r"extra field extra\['a'\] is"),
-    (dict(tree=jamp.initialize(W, None, verbosity=0)), "is a AmpState.*master_p"),
+    (
+        dict(tree=jamp.initialize(W, None, verbosity=0)),
+        "params is an AmpState.*master_p",
+    ),
     (
         dict(apply_fn=nn.Dense(3)),
         "apply_fn is a Dense, a Linen.*`apply_fn=model.apply`",
