@@ -87,7 +87,7 @@ def run(
     per_leaf = {name: x for name, x in given.items() if jnp.ndim(x)}
     shared = {name: x for name, x in given.items() if name not in per_leaf}
     names = (*shared, *per_leaf)
-    dtype = width_of(x for leaf in leaves for x in leaf.values())
+    dtype = width_of([x for leaf in leaves for x in leaf.values()])
     packed, table = jnp.array([*shared.values()], dtype), None
     if per_leaf:
         rows = [jnp.asarray(x, dtype) for x in per_leaf.values()]
@@ -108,7 +108,7 @@ def run(
 
 def width_of(arrays: Iterable[Any]) -> Any:
     """Returns float64 if an array is float64, and float32 otherwise."""
-    is_wide = any(getattr(x, "dtype", None) == jnp.float64 for x in arrays)
+    is_wide = any([getattr(x, "dtype", None) == jnp.float64 for x in arrays])
     return jnp.dtype(jnp.float64 if is_wide else jnp.float32)
 
 

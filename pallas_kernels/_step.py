@@ -23,7 +23,7 @@ from pallas_kernels._rounding import (
     keys_of,
     rounded,
 )
-from pallas_kernels._run import Options, run, width_of
+from pallas_kernels._run import Options, run
 from pallas_kernels._xla import (
     Blocks,
     Job,
@@ -149,17 +149,14 @@ class Leaves(NamedTuple):
         moments: lists by name, with one array per weight. bfloat16 moments are rounded
             stochastically.
         decays: whether each weight decays.
+        dtype: the dtype of a rule's numbers: float64 if a weight is.
     """
 
     weights: Sequence[Weight]
     grads: Sequence[Array]
     moments: Mapping[str, Sequence[Array]]
     decays: Sequence[bool]
-
-    @property
-    def dtype(self) -> Any:
-        """float64 if a weight is float64, and float32 otherwise."""
-        return width_of([weight.param for weight in self.weights])
+    dtype: DTypeLike = jnp.float32
 
 
 class _Tag(NamedTuple):

@@ -92,7 +92,8 @@ def resolve_wrt(wrt: Wrt, keys: tuple[Key, ...]) -> tuple[Key, ...]:
     """Returns the keys that `wrt` names."""
     if wrt is None:
         return keys
-    named = (wrt,) if _is_key(wrt, keys) else tuple(wrt)
+    several: Any = wrt
+    named = (wrt,) if _is_key(wrt, keys) else tuple(several)
     if not named or len(set(named)) < len(named):
         raise ValueError(f"wrt={wrt!r} must name groups, each once.")
     if keys == (SINGLE,):

@@ -198,7 +198,7 @@ class FusedRule(Hyperparameters, Rule):
         options = self.options(grad_scale, found_inf, dtype)
         if self.max_grad_norm is not None:
             options = self.clipped(options, grads)
-        leaves = Leaves(weights, grads, trees, self.decays(params))
+        leaves = Leaves(weights, grads, trees, self.decays(params), dtype)
         numbers: dict[str, Any] = {**self.numbers(state.count, leaves, options)}
         new = {
             name: [
