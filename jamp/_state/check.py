@@ -73,8 +73,9 @@ def check(
     check_state(state, "jamp.check(state)")
     if is_traced(state.step):
         raise TypeError(
-            "jamp.check reads values, so it cannot run inside jit, scan or vmap: call "
-            "it on the host, with the state that the jitted step returned."
+            "jamp.check got a traced state, and reads values, so it cannot run inside "
+            "jit, scan or vmap: call it on the host, with the state that the jitted "
+            "step returned."
         )
     most = max_consecutive_skips
     if isinstance(most, bool) or not isinstance(most, Integral) or most < 1:

@@ -248,7 +248,7 @@ RAISES = {
     ),
     "`jamp.check` in a jitted step": (
         lambda: jax.jit(lambda state: jamp.check(state))(make()),
-        r"TypeError: jamp\.check reads values, so it cannot run inside jit.*the host",
+        r"TypeError: jamp\.check got a traced state.* cannot run inside jit.*the host",
     ),
     "`locate(loss_fn, has_aux=True)`": (
         lambda: jamp.diagnostics.locate(loss_fn, has_aux=True)(make()),
