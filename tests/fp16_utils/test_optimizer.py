@@ -1,6 +1,7 @@
 """Test fp16_utils.FP16_Optimizer against float64, and against AmpState bit for bit."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -82,13 +83,17 @@ def test_two_backward_passes_give_the_sum_for_half_and_fp32_params(
     assert last.loss_scale == 2.0 ** (16 + growths)
 
 
-@pytest.mark.parametrize("where, passes", [("eager", 2), ("jit", 2), ("scan", 3)])
-@pytest.mark.parametrize("window", [2, 5])
+@pytest.mark.parametrize("where, passes", [("jit", 2), ("scan", 3)])
+@pytest.mark.parametrize("window", [4, 5])
 def test_it_is_ampstate_with_overflows_in_any_pass(where, passes, window):
-    bad = (0, 3, 4, 5, 6, 19, 22, 30, 31, 47)
-    xs, rule = data(24 * passes, bad), jamp.DynamicLossScale(window=window)
+    # Each pattern of overflows in two steps of two passes, and six clean passes.
+    patterns = [x for p in itertools.product([0, 1], repeat=4) for x in (*p, *[0] * 6)]
+    bad = tuple(np.flatnonzero(patterns).tolist())
+    patterns = patterns[: len(patterns) // passes * passes]
+    xs, rule = data(len(patterns), bad), jamp.DynamicLossScale(window=window)
     seen = assert_as_amp(make(window=window), rule, xs, where, passes)
-    assert max(state.loss_scaler.consecutive_skips for state in seen) > 2
+    assert max(state.loss_scaler.consecutive_skips for state in seen) == 2
+    assert len({float(state.loss_scale) for state in seen}) > 4
 
 
 @pytest.mark.parametrize("bad, scale", [((0,), 15), ((1,), 15), ((0, 1), 14)])
