@@ -19,11 +19,13 @@ from jamp._autocast.primitives import Rule, Shape, traits_of
 from jamp._autocast.program import (
     KEPT,
     NO_MODEL,
+    Atom,
     dtype_of,
     exceeds_half,
     is_float32,
     size_of,
 )
+from jamp._autocast.sums import LOOKUPS
 from jamp._autocast.values import Value, Values, joint_source
 from jamp._core.dtypes import FLOAT32
 
@@ -46,17 +48,20 @@ class Case:
         self.has_float32_result = any([is_float32(v) for v in eqn.outvars])
         # Whether an operand, and whether the result, may be beyond half's range.
         self.asks = self.result_asks = self.adds_to_carry = False
+        # Whether it passes on, or compares with, a number that half may change.
+        self.keeps_digits = False
         self.bias: jc.Var | None = None
         self.vote: Any = values.half if rule is Rule.HALF else FLOAT32
         if rule is Rule.PROMOTE or rule is Rule.MOVE:
             self.asks = self._asks()
             self.result_asks = self.asks and self._passes_numbers()
+            self.keeps_digits = values.half in self.votes and self._keeps_digits()
             if any([value.carried for value in given]):
                 self.adds_to_carry = self._adds_to_carry()
             if name == "add" and values.half in self.votes:
                 self.bias = self._bias()
-            if name == "gather" and given[0].shared and given[0].vote == FLOAT32:
-                values.tables |= given[0].origin.roots
+            if name == "gather" and given[0].is_input and given[0].vote == FLOAT32:
+                values.tables.update(given[0].origin.roots)
             self.vote = self._vote()
         self.is_half = self.has_float32_result and self.vote == values.half
         self.origins = [
@@ -88,10 +93,16 @@ class Case:
 
         def is_of_statistics(value: Value) -> bool:
             origin = value.origin
-            others = frozenset().union(*(r for r in roots if not r & origin.roots))
-            return bool(origin.statistic_of & others)
+            others = [each for each in roots if not origins.meet(each, origin.roots)]
+            return origins.meet(origins.union(others), origin.statistic_of)
 
         return small + [value for value in full if is_of_statistics(value)]
+
+    @property
+    def table(self) -> jc.Var | None:
+        """The half array in which it looks up slices, or None."""
+        table = self.eqn.invars[0] if self.name in LOOKUPS else None
+        return table if isinstance(table, jc.Var) and is_float32(table) else None
 
     @property
     def is_ratio(self) -> bool:
@@ -137,7 +148,8 @@ class Case:
     def _vote(self) -> Any:
         """Returns the dtype that the results ask for."""
         votes, half = self.votes, self.values.half
-        if self.result_asks or self.adds_to_carry or self._picks():
+        asks = self.result_asks or self.keeps_digits
+        if asks or self.adds_to_carry or self._picks():
             return FLOAT32
         if not votes:
             literal = self.rule is Rule.MOVE or is_weak_scalar(self.eqn.outvars[0])
@@ -147,10 +159,17 @@ class Case:
             return next(iter(votes))
         # An equation with several results, such as a barrier, would round each of them.
         narrow = not self.values.widest and len(self.eqn.outvars) == 1
+        if narrow and any([self._is_kept(value) for value in self.by_size()[0]]):
+            return FLOAT32
         if narrow or self.bias is not None:
             in_half = [value for value in self.given if value.vote == half]
             return FLOAT32 if all([x.is_half_param for x in in_half]) else half
         return half if self._normalizes() else FLOAT32
+
+    def _is_kept(self, value: Value) -> bool:
+        """Whether a float32 value depends on kept params, and on no half params."""
+        is_kept = Source.KEPT in value.source and Source.HALF not in value.source
+        return is_kept and value.vote == FLOAT32
 
     def _asks(self) -> bool:
         fill = self.eqn.params.get("fill_value")
@@ -170,6 +189,16 @@ class Case:
         half = self.values.half
         joins = all([value.asks or value.vote != half for value in self.given])
         return joins and not self._shrinks()
+
+    def _keeps_digits(self) -> bool:
+        """Whether it does not round, and an operand is a number that half may change.
+
+        `clip(x, max=1 - 1e-6)` is below 1, so that its reader may divide by `1 - x`.
+        """
+        if self.rule is not Rule.MOVE and self.traits.rounds:
+            return False
+        pairs = zip(self.eqn.invars, self.given, strict=True)
+        return any([x.changes or _is_float32_number(v, x) for v, x in pairs])
 
     def _shrinks(self) -> bool:
         """Whether its literals beyond half's range make the result smaller.
@@ -207,7 +236,9 @@ class Case:
             if value.asks or value.carried or not isinstance(bias, jc.Var):
                 continue
             if is_float32(bias):
-                if origins.is_bias(bias, value.origin, of_matmul.origin):
+                if value.is_input and origins.is_bias(
+                    bias, value.origin, of_matmul.origin, self.eqn.outvars[0]
+                ):
                     return bias
         return None
 
@@ -228,11 +259,26 @@ class Case:
         # The result counts as data: it stays float32 until it meets a half param.
         ends = region in (KEPT, NO_MODEL)
         source = Source.DATA if ends else joint_source(self.given)
-        shared = self.traits.shape is Shape.RESHAPE and self.given[0].shared
-        carried = self.vote == FLOAT32 and self.adds_to_carry
+        in_half, values = self.vote == self.values.half, self.values
+        value = Value(
+            dtype,
+            self.vote,
+            self.result_asks,
+            source=source,
+            is_input=values.is_input(self.eqn),
+            invariant=self.traits.shape is Shape.RESHAPE and self.given[0].invariant,
+            changes=None if in_half else values.changes(self.eqn),
+            carried=self.vote == FLOAT32 and self.adds_to_carry,
+        )
         return [
-            Value(dtype, self.vote, self.result_asks, origin, source, shared, carried)
+            value._replace(origin=origin)
             if is_float32(v)
             else Value(dtype_of(v), source=source)
             for v, origin in zip(self.eqn.outvars, self.origins, strict=True)
         ]
+
+
+def _is_float32_number(atom: Atom, value: Value) -> bool:
+    """Returns whether a value is one float32 number, or filled with it."""
+    is_number = size_of(atom) == 1 or value.origin.varies == ()
+    return is_number and value.vote == FLOAT32

@@ -82,7 +82,7 @@ def _scan(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     places = range(frame.consts, fixed)
     given = values.closed(eqn.invars, places)
     for i, value in enumerate(values.of(eqn.invars)):
-        given[i] = given[i]._replace(asks=value.asks, shared=i < frame.consts)
+        given[i] = given[i]._replace(asks=value.asks, invariant=i < frame.consts)
         if i >= fixed:
             given[i] = given[i]._replace(vote=value.vote, dtype=value.outgoing)
     in_half = _half_carries(rewriter, eqn, frame, given)
@@ -245,7 +245,7 @@ def _custom_vjp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> No
     the dtypes of the operands. So both rules keep the dtypes at their borders.
     """
     write = functools.partial(_kept, rewriter, eqn)
-    inner = write(frames[0].program)
+    inner = write(frames[0].program, rewriter.values.closed(frames[0].operands))
     # The rules may close over values of an outer program. These become operands without
     # a derivative, like the values that the function itself closes over.
     free = [v for v in derivatives.closed_over(eqn) if v in rewriter.versions]
@@ -264,9 +264,14 @@ def _custom_vjp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> No
     rewriter.emit_recorded(eqn, params)
 
 
-def _kept(rewriter: Rewriter, eqn: jc.JaxprEqn, jaxpr: jc.Jaxpr) -> jc.Jaxpr:
+def _kept(
+    rewriter: Rewriter,
+    eqn: jc.JaxprEqn,
+    jaxpr: jc.Jaxpr,
+    given: Sequence[Value] = (),
+) -> jc.Jaxpr:
     """Rewrites a program of an equation that keeps the user's dtypes at its borders."""
-    return _program(rewriter, eqn, jaxpr, ()).written(recorded(jaxpr.outvars))
+    return _program(rewriter, eqn, jaxpr, given).written(recorded(jaxpr.outvars))
 
 
 def _stopped(rewriter: Rewriter, var: jc.Var) -> jc.Var:

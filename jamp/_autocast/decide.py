@@ -27,7 +27,7 @@ class Decision(NamedTuple):
 
     dtype: Any  # the dtype of its results, and of its cast operands
     why: str  # a short reason, see `Note.why`
-    # A bias, a weight that the iterations of a loop share, or an embedding table, if
+    # A bias, a weight that the iterations of a loop share, or the array of a lookup, if
     # its gradient is a float32 sum.
     summed: jc.Var | None = None
     apart: bool = False  # whether other equations may not read its casts
@@ -59,10 +59,11 @@ TABLE = (
         "The lists say so.",
     ),
     Row(
-        lambda case: case.asks,
+        lambda case: case.asks or case.keeps_digits,
         _FLOAT32,
         "literal",
-        "An operand is a constant that half cannot hold.",
+        "Half cannot hold an operand, or would change a number that it compares or "
+        "passes on.",
     ),
     Row(
         lambda case: case.bias is not None,
@@ -151,7 +152,7 @@ def decide(case: Case) -> Decision:
             break
     if row.in_half:
         is_matmul = case.rule is Rule.HALF
-        summed = summed_weight(case) if is_matmul else case.bias
+        summed = summed_weight(case) if is_matmul else case.bias or case.table
         return Decision(case.values.half, row.why, summed)
     # A norm and its statistics read two casts of the same value. Then their cotangents
     # meet in half, and XLA moves 2 to 5 % fewer bytes.
@@ -191,5 +192,5 @@ def summed_weight(case: Case) -> jc.Var | None:
 
 
 def _is_summed(values: Values, value: Value) -> bool:
-    is_table = not value.origin.roots.isdisjoint(values.tables)
-    return value.shared and (values.scope.loop or is_table)
+    is_table = not values.tables.isdisjoint(value.origin.roots)
+    return value.invariant and values.scope.loop or value.is_input and is_table

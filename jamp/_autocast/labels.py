@@ -9,7 +9,6 @@ into the kernel of the softmax's derivative.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,13 @@ from jax.extend import core as jc
 
 from jamp._autocast.calls import call
 from jamp._autocast.graph import Graph, inputs_of, may_be_inside, variables_in
-from jamp._autocast.program import Atom, is_float32, shape_of, size_of
+from jamp._autocast.program import (
+    Atom,
+    is_float32,
+    shape_of,
+    size_of,
+    size_of_shape,
+)
 
 _LARGEST = 2**22  # larger index arrays are not evaluated
 
@@ -80,10 +85,11 @@ def _axis_of(eqn: jc.JaxprEqn, graph: Graph) -> int | None:
         # In `z[arange(n), labels]`, the first index is the number of the row.
         rows |= _own_places(eqn.invars[1], given, graph)
     for axis in given:
-        others = [i for i, n in enumerate(shape) if i != axis and n > 1]
+        others = [i for i, n in enumerate(shape) if i != axis and n != 1]
         places = [rows.get(i, -1) for i in others]
         in_order = places == sorted(set(places)) and -1 not in places
-        if in_order and size_of(eqn.outvars[0]) == math.prod(shape[i] for i in others):
+        size = size_of_shape(tuple(shape[i] for i in others))
+        if in_order and size_of(eqn.outvars[0]) == size:
             return axis
     return None
 

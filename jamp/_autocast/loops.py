@@ -43,7 +43,7 @@ _ADD = ("add", "sub", "add_any")
 _CHOOSE = ("select_n", "max", "min", "clamp", "neg")
 _MOVE = (
     *(Shape.SAME, Shape.MARK, Shape.RESHAPE),
-    *(Shape.REARRANGE, Shape.REPEAT, Shape.MOVE),
+    *(Shape.REARRANGE, Shape.REPEAT, Shape.PART, Shape.MOVE),
 )
 
 

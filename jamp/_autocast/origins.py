@@ -29,23 +29,27 @@ class Matmul(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """The values from which a value is computed."""
+    """The values from which a value is computed.
+
+    Arrays are in the order of the program. The order of a set would depend on their
+    addresses, and so would the numbers of `numbered` and the text of the program.
+    """
 
     # The arrays from which it is computed elementwise, or the value itself.
-    roots: frozenset[Atom] = frozenset()
+    roots: tuple[Atom, ...] = ()
     joins: bool = False  # whether it has two or more roots
     # The axes along which a broadcast value varies; None if it was not broadcast.
     varies: tuple[int, ...] | None = None
     matmul: Matmul | None = None  # set if it is the result of a matmul
     # The roots of the values from which it is reduced.
-    statistic_of: frozenset[Atom] = frozenset()
+    statistic_of: tuple[Atom, ...] = ()
     normalized: bool = False  # whether its own statistic was applied to it
 
     def numbered(self, numbers: dict[Any, int]) -> "Origin":
         """Replaces arrays with numbers, so that two programs can have equal origins."""
 
-        def numbers_of(arrays: frozenset[Any]) -> frozenset[Any]:
-            return frozenset(numbers.setdefault(x, len(numbers)) for x in arrays)
+        def numbers_of(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple([numbers.setdefault(x, len(numbers)) for x in arrays])
 
         return self._replace(
             roots=numbers_of(self.roots), statistic_of=numbers_of(self.statistic_of)
@@ -53,10 +57,9 @@ class Origin(NamedTuple):
 
     def returned(self, known: dict[Any, Any], result: Atom) -> "Origin":
         """Returns the origin of a call's result, whose roots outside are numbers."""
-        roots = frozenset((result,))
-        if self.roots <= known.keys():
-            roots = frozenset(known[i] for i in self.roots)
-        statistics = frozenset(known[x] for x in self.statistic_of if x in known)
+        is_known = all([i in known for i in self.roots])
+        roots = union([(known[i],) for i in self.roots]) if is_known else (result,)
+        statistics = union([(known[x],) for x in self.statistic_of if x in known])
         return self._replace(roots=roots, statistic_of=statistics)
 
 
@@ -68,20 +71,25 @@ _HAND_ON = (Shape.SAME, Shape.MARK, Shape.RESHAPE)
 
 def origin_of_unknown(atom: Atom) -> Origin:
     """Returns the origin of a value about which nothing is known."""
-    return Origin() if isinstance(atom, jc.Literal) else Origin(frozenset((atom,)))
+    return Origin() if isinstance(atom, jc.Literal) else Origin((atom,))
 
 
-def is_bias(bias: Atom, origin: Origin, of_matmul: Origin) -> bool:
-    """Returns whether a value has the form of a bias for the matmul it is added to."""
+def is_bias(bias: Atom, origin: Origin, of_matmul: Origin, result: Atom) -> bool:
+    """Returns whether a value has the form of a bias for the matmul it is added to.
+
+    A bias has fewer elements than the `result`. A vector that has as many is one number
+    for each example, such as the last value of a series.
+    """
     matmul, shape = of_matmul.matmul, shape_of(bias)
     if matmul is None or origin.matmul is not None:
         return False
-    if origin.roots & of_matmul.roots:
+    if meet(origin.roots, of_matmul.roots):
         return False  # a gelu adds `0.04 * x**3` to `x`, which may have one row
-    axes = [i for i, n in enumerate(shape) if n > 1]
+    axes = [i for i, n in enumerate(shape) if n != 1]
     if origin.varies is not None:
         axes = [i for i in axes if i in origin.varies]
-    if math.prod(shape[i] for i in axes) not in matmul.features:
+    size = math.prod(shape[i] for i in axes)
+    if size not in matmul.features or size == size_of(result):
         return False
     trailing = list(range(len(shape) - len(axes), len(shape)))
     return axes == trailing or not matmul.trailing
@@ -89,16 +97,23 @@ def is_bias(bias: Atom, origin: Origin, of_matmul: Origin) -> bool:
 
 def is_normalized(full: Sequence[Origin], small: Sequence[Origin]) -> bool:
     """Returns whether large values are, or were, combined with their own statistics."""
-    roots = _union([origin.roots for origin in full])
-    own = any([origin.statistic_of & roots for origin in small])
+    roots = union([origin.roots for origin in full])
+    own = any([meet(roots, origin.statistic_of) for origin in small])
     return own or any([origin.normalized for origin in full])
 
 
-def _union(sets: Sequence[frozenset[Any]]) -> frozenset[Any]:
-    found = frozenset[Any]()
+def union(sets: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """Returns the arrays of several tuples, each once and in order."""
+    found: tuple[Any, ...] = ()
     for each in sets:
-        found = found | each if found else each
+        if each and each is not found:
+            found = tuple(dict.fromkeys(found + each)) if found else each
     return found
+
+
+def meet(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
+    """Returns whether two tuples have a common array."""
+    return any([x in second for x in first])
 
 
 def origin_of_result(
@@ -109,13 +124,12 @@ def origin_of_result(
         return origin_of_unknown(out)._replace(matmul=_matmul(eqn))
     sizes, size = [size_of(v) for v in eqn.invars], size_of(out)
     floats = [g for v, g in zip(eqn.invars, given, strict=True) if is_float32(v)]
-    statistics = _union([g.statistic_of for g in floats])
+    statistics = union([g.statistic_of for g in floats])
     if sizes and size < max(sizes):
         # The equation is a sum, a maximum or a slice.
-        roots = _union([g.roots for g in floats])
-        if primitive_name(eqn) in ("reduce_max", "reduce_min"):
-            roots = frozenset()
-        return origin_of_unknown(out)._replace(statistic_of=statistics | roots)
+        if primitive_name(eqn) not in ("reduce_max", "reduce_min"):
+            statistics = union([statistics, *[g.roots for g in floats]])
+        return origin_of_unknown(out)._replace(statistic_of=statistics)
     varies = _varies(eqn, out, given)
     if varies is not None:
         return Origin(varies=varies, statistic_of=statistics)
@@ -126,11 +140,11 @@ def origin_of_result(
     for v, g, n in zip(eqn.invars, given, sizes, strict=True):
         if is_float32(v) and not isinstance(v, jc.Literal):
             (full if n == size and g.varies is None else small).append(g)
-    roots = _union([g.roots for g in full])
+    roots = union([g.roots for g in full])
     joins = len(roots) > 1
     reshaped = shape in _HAND_ON and len(full) == 1
     return Origin(
-        frozenset((out,)) if joins or not roots else roots,
+        (out,) if joins or not roots else roots,
         joins,
         None,
         full[0].matmul if reshaped else None,
@@ -150,7 +164,7 @@ def _varies(
             return None
         axes = given[0].varies
         axes = range(len(shape_of(first))) if axes is None else axes
-        return tuple(places[i] for i in axes if shape_of(first)[i] > 1)
+        return tuple(places[i] for i in axes if shape_of(first)[i] != 1)
     pairs = zip(eqn.invars, given, strict=True)
     found = [(v, g.varies) for v, g in pairs if not isinstance(v, jc.Literal)]
     axes = [axes for _, axes in found if axes is not None]

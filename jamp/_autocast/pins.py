@@ -24,6 +24,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 from jamp._autocast.jax_internals import at_place
+from jamp._autocast.program import size_of_shape
 from jamp._autocast.sums import lower_barrier
 from jamp._core.dtypes import HALF_DTYPES
 
@@ -68,7 +69,7 @@ def _lower(ctx: Any, x: Any, backward: bool) -> Any:
 
 def _lower_on_tpu(ctx: Any, x: Any, backward: bool) -> Any:
     (aval,) = ctx.avals_in
-    short = any(2 <= n <= 32 for n in aval.shape[:-2])
+    short = any(2 <= size_of_shape((n,)) <= 32 for n in aval.shape[:-2])
     packs = aval.dtype in HALF_DTYPES and short
     return _lower(ctx, x, backward and not packs)
 
@@ -81,6 +82,8 @@ _pin = Primitive("residual")  # JAX has a primitive named `pin`
 _pin.def_impl(lambda x, backward: x)
 _pin.def_abstract_eval(lambda x, backward: x)
 ad.primitive_jvps[_pin] = _derivative
+# A user's JVP rule has islands too. Their inputs may be tangents, which JAX transposes.
+ad.primitive_transposes[_pin] = lambda cotangent, *_, **__: [cotangent]
 batching.defvectorized(_pin)
 mlir.register_lowering(_pin, _lower)
 mlir.register_lowering(_pin, _lower_on_tpu, platform="tpu")

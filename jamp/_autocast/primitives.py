@@ -38,6 +38,7 @@ class Shape(enum.Enum):
     RESHAPE = "reshape"  # equals the one at the same place in row-major order
     REARRANGE = "rearrange"  # equals one of them, and each occurs once
     REPEAT = "repeat"  # equals one of them, which occurs several times
+    PART = "part"  # equals one of the first operand's elements, in the same order
     MOVE = "move"  # equals one of some operand's elements
     REDUCE = "reduce"  # on those along some axes
     MATMUL = "matmul"  # on a row of one operand and a row of the other
@@ -148,16 +149,17 @@ ROWS = (
         "repeat: broadcast_in_dim broadcast_to tile",
         "reshape: reshape squeeze transpose copy",
         "rearrange: rev concatenate stack",
-        "move: slice dynamic_slice gather unstack split pad dynamic_update_slice "
-        "scatter all_gather all_gather_invariant all_gather_reduced all_to_all "
-        "ragged_all_to_all ppermute",
+        "part: slice dynamic_slice split unstack",
+        "move: gather pad dynamic_update_slice scatter all_gather all_gather_invariant "
+        "all_gather_reduced all_to_all ragged_all_to_all ppermute",
         "elementwise rounds: select_n",
         "elementwise: PrimalLeftTangentRight",
         "same: stop_gradient repeated",
         "mark: name CheckpointName CheckpointNameFwd optimization_barrier apart "
-        "residual sharding_constraint layout_constraint with_memory_space_constraint "
-        "reshard device_put pbroadcast pvary reduced_vary_cast reduced_vary_cast_p "
-        "vary_unreduced_cast vary_unreduced_cast_p",
+        "residual sharding_constraint layout_constraint row_major "
+        "with_memory_space_constraint reshard device_put pbroadcast pvary "
+        "reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast "
+        "vary_unreduced_cast_p",
     ),
     _row(
         Rule.RECORDED,

@@ -3,7 +3,9 @@
 import dataclasses
 import functools
 import math
+import operator
 import re
+import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -181,12 +183,36 @@ def size_of(atom: Atom) -> int:
     """Returns the number of elements of a value."""
     aval: Any = atom.aval
     try:
-        return _size(aval.shape)  # `aval.size` is slower: it calls nine functions
+        return size_of_shape(aval.shape)  # `aval.size` is slower
     except AttributeError:
         return 1
 
 
-_size = functools.cache(math.prod)
+@functools.lru_cache(maxsize=4096)
+def size_of_shape(shape: tuple[Any, ...]) -> int:
+    """Returns the number of elements of an array of a shape, to compare it with others.
+
+    `jax.export` traces shapes with unknown dimensions such as `b`, which JAX does not
+    compare with numbers. Here each counts as a large number of its own, so `16*b` is
+    larger than 512, and equal sizes stay equal. JAX documents the text of a size.
+    """
+    size = math.prod(shape)
+    if isinstance(size, int | np.integer):
+        return int(size)
+    return eval(str(size).replace("^", "**"), {"__builtins__": {}}, _Unknown())
+
+
+class _Unknown(dict[str, Any]):
+    """Maps the names in the text of a size to numbers and functions."""
+
+    def __init__(self):
+        super().__init__(floordiv=operator.floordiv, mod=operator.mod, max=max, min=min)
+
+    def __missing__(self, name: str) -> int:
+        return _LARGE + zlib.crc32(name.encode()) % _LARGE
+
+
+_LARGE = 2**24
 
 
 def shape_of(atom: Atom) -> tuple[int, ...]:
@@ -228,6 +254,14 @@ def exceeds_half(number: float, half: Any) -> bool:
     size, limits = abs(number), jnp.finfo(half)
     # Half can hold infinities, zero and NaN.
     return float(limits.max) < size < np.inf or 0 < size < float(limits.tiny)
+
+
+@functools.lru_cache(maxsize=1024)
+def changes_in_half(number: float, half: Any) -> bool:
+    """Returns whether half rounds a number to another one: 1 - 1e-6 becomes 1."""
+    with np.errstate(over="ignore"):
+        rounded = float(np.asarray(number, half))
+    return rounded != number and not math.isnan(number)
 
 
 def is_castable_eqn(eqn: jc.JaxprEqn, rule: Rule | None, half: DTypeLike) -> bool:

@@ -39,7 +39,14 @@ from jamp._autocast.program import (
     name_stack,
     shape_of,
 )
-from jamp._autocast.sums import broadcast, repeated, with_bias, with_weight
+from jamp._autocast.sums import (
+    LOOKUPS,
+    broadcast,
+    repeated,
+    with_bias,
+    with_lookup,
+    with_weight,
+)
 from jamp._autocast.values import Value, Values
 from jamp._autocast.writer import Writer
 from jamp._core.dtypes import FLOAT32
@@ -170,7 +177,8 @@ class Rewriter(Writer):
         (operand,), (same,) = eqn.invars, eqn.outvars
         dtype = self.values.half if Source.HALF in source else FLOAT32
         asks, origin = self.values[operand].asks, origin_of_unknown(same)
-        self.values.known[same] = Value(dtype, dtype, asks, origin, source)
+        is_input = self.values[operand].is_input
+        self.values.known[same] = Value(dtype, dtype, asks, origin, source, is_input)
         version = self.read(operand, dtype)
         known: Any = {} if isinstance(operand, jc.Literal) else self.versions[operand]
         self.versions[same] = known | {dtype: version}
@@ -203,8 +211,11 @@ class Rewriter(Writer):
     ) -> None:
         """Writes an equation so that the gradient of its operand `var` sums in float32.
 
-        `var` is a bias of a matmul, or a weight.
+        `var` is a bias of a matmul, a weight, or an array that the equation looks up.
         """
+        if eqn.primitive.name in LOOKUPS:
+            self._write_lookup(eqn, results)
+            return
         half, first = self.values.half, eqn.invars[0] is var
         operands = [self.read(eqn.invars[first], half), self.read(var, FLOAT32)]
         function = with_bias
@@ -213,6 +224,14 @@ class Rewriter(Writer):
             numbers = eqn.params["dimension_numbers"]
             function = with_weight(numbers, first, self.matmuls)
             self.matmuls += 1
+        known = self.scope.written
+        if not self.replace(eqn, function, operands, results, known=known):
+            self._write(eqn, half, results)
+
+    def _write_lookup(self, eqn: jc.JaxprEqn, results: Sequence[Value]) -> None:
+        half, params = self.values.half, tuple(sorted(eqn.params.items()))
+        operands = [self.read(v, half) for v in eqn.invars]
+        function = with_lookup(eqn.primitive, params)
         known = self.scope.written
         if not self.replace(eqn, function, operands, results, known=known):
             self._write(eqn, half, results)

@@ -1,7 +1,8 @@
-"""Sums the gradients of biases, of tables and of weights in loops in float32.
+"""Sums the gradients of biases, lookups and weights in loops in float32.
 
     y = add(dot_general(a, w), b)          y = with_bias(dot_general(a, w), b)
     scan { w c. y = dot_general(c, w) }    scan { w c. y = matmul(c, w, half of w) }
+    y = gather(t, i)                       y = with_lookup(t, i)
     y:f32 = add(convert x, convert t)      y:f32 = add(convert x, repeated(convert t))
     scan { v w c. u = concatenate v w }    u = concatenate v w; scan { u c. }
 
@@ -12,6 +13,10 @@ read the rounded one. On a TPU, XLA fuses the sum with the cotangent.
 
 The gradient of a broadcast half array in a float32 addition is also a sum. It reads the
 rounded cotangent of the other operand, so that XLA does not store one in float32.
+
+The gradient of a lookup, such as the rows of an embedding table, is a sum over all
+examples that read a row. XLA scatters half cotangents into a half array, and rounds
+after each addition. So a lookup in a half array scatters into a float32 array.
 
 The gradient of a head that shares its weight with an embedding table adds to the
 gradient of the rows, in float32.
@@ -54,8 +59,7 @@ from jamp._autocast.frames import (
     with_programs,
 )
 from jamp._autocast.primitives import Shape, traits_of
-from jamp._core.dtypes import FLOAT32
-from pallas_kernels._compat import compute_capability
+from jamp._autocast.products import product_with
 
 
 @jax.custom_jvp
@@ -107,18 +111,15 @@ def repeated(half: DTypeLike) -> Callable[[Array], Array]:
     return functools.partial(_repeated.bind, half=np.dtype(half))
 
 
-def _derivative_of_repeated(primals, tangents, half):
-    (x,), (tangent,) = primals, tangents
-    if not isinstance(tangent, ad.Zero):
-        tangent = apart(tangent.astype(half)).astype(x.dtype)
-    return repeated(half)(x), tangent
+def _rounded(cotangent: Array, x: Any, half: DTypeLike) -> list[Array]:
+    return [apart(cotangent.astype(half)).astype(cotangent.dtype)]
 
 
 # This is a primitive because islands contain only primitives.
 _repeated = Primitive("repeated")
 _repeated.def_impl(lambda x, half: x)
 _repeated.def_abstract_eval(lambda x, half: x)
-ad.primitive_jvps[_repeated] = _derivative_of_repeated
+ad.deflinear2(_repeated, _rounded)
 batching.defvectorized(_repeated)
 mlir.register_lowering(_repeated, lambda _, x, half: [x])
 
@@ -132,31 +133,19 @@ def with_weight(numbers: Any, first: bool, copies: int) -> Callable[..., Array]:
     which differs among the matmuls of a program.
     """
 
-    def dot(x: Array, weight: Array, dtype: DTypeLike, precision: Any = None) -> Array:
+    def dot(x: Array, weight: Array) -> Array:
         operands = (weight, x) if first else (x, weight)
-        return jax.lax.dot_general(
-            *operands, numbers, precision=precision, preferred_element_type=dtype
-        )
+        return jax.lax.dot_general(*operands, numbers, preferred_element_type=x.dtype)
 
     @jax.custom_jvp
     def matmul(x: Array, weight: Array, in_half: Array) -> Array:
-        return dot(x, in_half, x.dtype)
-
-    def in_float32(x: Array, weight: Array) -> Array:
-        # The algorithm sets the dtype of all operands, including the cotangent.
-        half_operands = jax.lax.DotAlgorithm(x.dtype, x.dtype, FLOAT32)
-        return dot(x, weight, FLOAT32, half_operands).astype(x.dtype)
+        return dot(x, in_half)
 
     def derivative(primals, tangents):
         (x, weight, in_half), (of_x, of_weight, _) = primals, tangents
-        half = x.dtype
-        known = [] if isinstance(of_x, SymbolicZero) else [dot(of_x, in_half, half)]
+        known = [] if isinstance(of_x, SymbolicZero) else [dot(of_x, in_half)]
         if not isinstance(of_weight, SymbolicZero):
-            rounded = lambda x, w: dot(x, w.astype(half), half)  # noqa: E731
-            on_cuda = in_float32 if has_algorithm(half) else rounded
-            tangent = jax.lax.platform_dependent(
-                x, of_weight, cuda=on_cuda, default=rounded
-            )
+            tangent = product_with(x, of_weight, numbers, first)
             for _ in range(copies):
                 tangent = apart(tangent)
             known.append(tangent)
@@ -166,13 +155,76 @@ def with_weight(numbers: Any, first: bool, copies: int) -> Callable[..., Array]:
     return matmul
 
 
-def has_algorithm(half: DTypeLike) -> bool:
-    """Returns whether XLA supports a dot algorithm for a half dtype on the local GPUs.
+LOOKUPS = ("gather", "dynamic_slice")
 
-    XLA rejects bfloat16 algorithms on GPUs before Ampere.
+
+@functools.lru_cache(maxsize=256)
+def with_lookup(
+    primitive: Primitive, params: tuple[tuple[str, Any], ...]
+) -> Callable[..., Array]:
+    """Returns a lookup in a half array whose gradient is a float32 sum.
+
+    `params` are the parameters of the `primitive`, one of `LOOKUPS`.
     """
-    found = map(compute_capability, jax.local_devices())
-    return half == jnp.float16 or not any(c and c < (8, 0) for c in found)
+    bind = functools.partial(primitive.bind, **dict(params))
+
+    @jax.custom_jvp
+    def lookup(table: Array, *places: Array) -> Array:
+        return bind(table, *places)
+
+    def derivative(primals, tangents):
+        table, *places = primals
+        rows = _rows(table, places[0], **dict(params)) if len(places) == 1 else None
+
+        def in_float32(table):
+            if rows is not None and 2 * rows.size < len(table):
+                return _of_distinct_rows(table, rows)
+            return bind(table.astype(FLOAT32), *places).astype(table.dtype)
+
+        _, tangent = jax.jvp(in_float32, (table,), tangents[:1])
+        return lookup(*primals), tangent
+
+    lookup.defjvp(derivative)
+    return lookup
+
+
+def _rows(table: Array, places: Array, **params: Any) -> Array | None:
+    """Returns the rows that a gather looks up, or None if it looks up other slices.
+
+    A row beyond the table is `len(table)`.
+    """
+    numbers = params["dimension_numbers"]
+    ndim, n = places.ndim - 1, len(table)
+    whole = params["slice_sizes"] == (1, *table.shape[1:])
+    trailing = tuple(range(ndim, ndim + table.ndim - 1))
+    expected = trailing, (0,), (0,), ()
+    if not whole or expected != (
+        *(numbers.offset_dims, numbers.collapsed_slice_dims),
+        *(numbers.start_index_map, numbers.operand_batching_dims),
+    ):
+        return None
+    rows = places[..., 0]
+    if params["mode"] == jax.lax.GatherScatterMode.CLIP:
+        return jnp.clip(rows, 0, n - 1)
+    return jnp.where((rows >= 0) & (rows < n), rows, n)
+
+
+def _of_distinct_rows(table: Array, rows: Array) -> Array:
+    """Looks up each row once in half, and the rows among these in float32.
+
+    The transpose sums the cotangents of equal rows in a float32 array with one row per
+    lookup, and scatters the rounded sums into the half table. If the lookups are few,
+    this array is smaller than a float32 table.
+    """
+    flat, n = rows.reshape(-1), len(table)
+    places = jnp.arange(flat.size)
+    # The first lookup of each row stands for all lookups of this row.
+    first = jnp.full(n, flat.size).at[flat].min(places, mode="drop")
+    first = first.at[flat].get(mode="fill", fill_value=flat.size)
+    distinct = jnp.where(first == places, flat, n)
+    found = table.at[distinct].get(mode="fill", fill_value=0).astype(FLOAT32)
+    found = found.at[first].get(mode="fill", fill_value=0)
+    return found.reshape(*rows.shape, *table.shape[1:]).astype(table.dtype)
 
 
 # ---- moving rearrangements of constants out of a loop

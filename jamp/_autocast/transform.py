@@ -28,6 +28,7 @@ from jamp._autocast.rewrite import program
 from jamp._autocast.sums import moves_taken_out
 from jamp._autocast.traced import Traced, traced
 from jamp._autocast.tracing import disabled, fp8_disabled, tracing
+from jamp._autocast.values import input_of
 from jamp._core.dtypes import HALF_DTYPES
 from jamp._core.show import short_repr
 
@@ -161,4 +162,5 @@ def _rewritten(jaxpr: jc.Jaxpr, scope: Scope) -> jc.Jaxpr:
     if fp8_disabled.value:
         policy = dataclasses.replace(policy, fp8=None)
     scope = scope._replace(written={}, policy=policy)
-    return program(jaxpr, (), scope, RULES).written(recorded(jaxpr.outvars))
+    given = list(map(input_of, jaxpr.invars))
+    return program(jaxpr, given, scope, RULES).written(recorded(jaxpr.outvars))

@@ -13,6 +13,7 @@ dtype that torch's rules would give it. `decide` chooses the dtype of the comput
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jc
 
@@ -21,14 +22,16 @@ from jamp._autocast.frames import Kind, frames_of
 from jamp._autocast.inline import inlined
 from jamp._autocast.marks import Source
 from jamp._autocast.origins import Origin, origin_of_unknown
-from jamp._autocast.primitives import Rule
+from jamp._autocast.primitives import Rule, Shape, traits_of
 from jamp._autocast.program import (
     KEPT,
     NO_MODEL,
     Atom,
     Scope,
+    changes_in_half,
     dtype_of,
     exceeds_half,
+    is_float,
     is_float32,
     region_rule,
     ruling,
@@ -36,6 +39,11 @@ from jamp._autocast.program import (
 from jamp._core.dtypes import FLOAT32
 
 _NO_SOURCE = Source(0)
+# The elements of the result are elements of the operands, at fixed places.
+_PARTS = (
+    *(Shape.SAME, Shape.MARK, Shape.RESHAPE),
+    *(Shape.REARRANGE, Shape.REPEAT, Shape.PART),
+)
 _HALF_PARAM = Source.HALF, Source.HALF | Source.STAYS
 _KEPT_PARAM = Source.KEPT, Source.KEPT | Source.STAYS
 
@@ -52,8 +60,12 @@ class Value(NamedTuple):
     origin: Origin = Origin()  # the arrays that it is computed from
     # Whether it depends on half params, on kept params, or on other data.
     source: Source = Source.DATA
-    # Whether it is the same in all iterations, or an input of the whole program.
-    shared: bool = False
+    # Whether it is an input of the whole program, or a part, a rearrangement or a
+    # broadcast of inputs.
+    is_input: bool = False
+    invariant: bool = False  # whether it is the same in all iterations of the loop
+    # Whether half may change a constant; None for a value that is not a constant.
+    changes: bool | None = None
     # Whether a loop carries it in float32, or it is a sum with such a carry.
     carried: bool = False
 
@@ -102,10 +114,20 @@ def in_dtypes(values: Iterable[Value], dtypes: Sequence[Any]) -> list[Value]:
     return [value._replace(dtype=dtype) for value, dtype in pairs]
 
 
+def input_of(atom: Atom) -> Value:
+    """Returns an input of the whole function, which is data unless it has a mark."""
+    dtype, is_weak = dtype_of(atom), jax_internals.is_weak_scalar(atom)
+    if dtype != FLOAT32:
+        return Value(dtype, is_input=True)
+    vote, origin = None if is_weak else FLOAT32, origin_of_unknown(atom)
+    return Value(dtype, vote, origin=origin, is_input=True)
+
+
 class Values:
     """The values of one program, up to the equation that autocast reads.
 
-    `given` holds the program's inputs. It is empty if nothing is known about these.
+    `given` holds the program's inputs. It is empty if nothing is known about these,
+    such as the inputs of a user's derivative rule.
     """
 
     def __init__(self, program: jc.Jaxpr, given: Sequence[Value], scope: Scope):
@@ -117,8 +139,11 @@ class Values:
         self._last: tuple[Rule | None, str] | None = None  # and its region
         # The roots of the float32 embedding tables: the program looks up their rows.
         self.tables: set[Any] = set()
-        self.known = {v: self.unknown(v) for v in program.constvars}
-        given = given or [self.unknown(v)._replace(shared=True) for v in program.invars]
+        self.known = {
+            v: self.unknown(v)._replace(is_input=True, changes=is_float32(v) or None)
+            for v in program.constvars
+        }
+        given = given or list(map(self.unknown, program.invars))
         self.known.update(zip(program.invars, given, strict=True))
 
     def __getitem__(self, atom: Atom) -> Value:
@@ -133,15 +158,20 @@ class Values:
         ]
 
     def _literal(self, literal: jc.Literal) -> Value:
-        dtype = dtype_of(literal)
-        asks = dtype == FLOAT32 and exceeds_half(float(literal.val), self.half)
-        return Value(dtype, FLOAT32 if asks else None, asks, source=_NO_SOURCE)
+        dtype, number = dtype_of(literal), literal.val
+        if jnp.iscomplexobj(number):
+            return Value(dtype, source=_NO_SOURCE)
+        # JAX converts the integer of `where(mask, x, 0)` in the program.
+        asks = exceeds_half(float(number), self.half)
+        changes = changes_in_half(float(number), self.half)
+        vote = FLOAT32 if asks and dtype == FLOAT32 else None
+        return Value(dtype, vote, asks, source=_NO_SOURCE, changes=changes)
 
     def unknown(self, atom: Atom) -> Value:
         """Returns a value about which nothing is known, in the user's dtype."""
         scope, dtype = self.scope, dtype_of(atom)
         if dtype != FLOAT32:
-            # A half value that jamp did not mark counts as a half param.
+            # A half constant counts as a half param. The function closes over it.
             source = Source.HALF if dtype == self.half else scope.within
             return Value(dtype, source=source)
         vote, origin = (
@@ -171,25 +201,58 @@ class Values:
         """
         given = self.of(operands)
         closed = [
-            self.unknown(v)._replace(source=value.source, carried=value.carried)
+            self.unknown(v)._replace(
+                source=value.source,
+                carried=value.carried,
+                is_input=value.is_input,
+                changes=value.changes,
+            )
             for v, value in zip(operands, given, strict=True)
         ]
         for i in carries:
-            closed[i] = closed[i]._replace(source=joint_source(given))
+            source = joint_source(given)
+            closed[i] = closed[i]._replace(source=source, is_input=False, changes=None)
         return closed
 
     def recorded(self, eqn: jc.JaxprEqn, is_data: bool = False) -> list[Value]:
         """Returns the results of an equation that keeps the user's dtypes."""
-        source = Source.DATA if is_data else joint_source(self.of(eqn.invars))
-        # A mask is exact in any dtype, so it has no vote.
-        exact = eqn.primitive.name == "convert_element_type"
-        exact = exact and dtype_of(eqn.invars[0]) == np.bool_
-        results = []
-        for v in eqn.outvars:
-            value = self.unknown(v)
-            vote = FLOAT32 if is_float32(v) and not exact else None
-            results.append(value._replace(vote=vote, source=source))
-        return results
+        given = self.of(eqn.invars)
+        source = Source.DATA if is_data else joint_source(given)
+        is_input, changes = self.is_input(eqn), self.changes(eqn)
+        asks, has_vote = False, True
+        if eqn.primitive.name == "convert_element_type":
+            # A mask is exact in any dtype, so it has no vote. A number has none either.
+            is_mask = dtype_of(eqn.invars[0]) == np.bool_
+            asks = given[0].asks and changes is not None
+            has_vote = asks or not is_mask and changes is None
+        return [
+            self.unknown(v)._replace(
+                vote=FLOAT32 if has_vote and is_float32(v) else None,
+                asks=asks,
+                source=source,
+                is_input=is_input,
+                changes=changes,
+            )
+            for v in eqn.outvars
+        ]
+
+    def is_input(self, eqn: jc.JaxprEqn) -> bool:
+        """Returns whether the results of an equation are inputs, see `Value`."""
+        if traits_of(eqn.primitive.name).shape not in _PARTS:
+            return False
+        return all(
+            x.is_input
+            for x, v in zip(self.of(eqn.invars), eqn.invars, strict=True)
+            if is_float(v)
+        )
+
+    def changes(self, eqn: jc.JaxprEqn) -> bool | None:
+        """Returns the field of `Value` for the results of an equation."""
+        changes = [self[v].changes for v in eqn.invars]
+        if None in changes or not changes:
+            return None
+        moves = traits_of(eqn.primitive.name).shape in (*_PARTS, Shape.MOVE)
+        return any(changes) if moves else True
 
     def ruling(
         self, eqn: jc.JaxprEqn, name: str, given: Sequence[Value]
@@ -198,11 +261,10 @@ class Values:
         rule, region = ruling(self.scope, eqn, name, self._region(eqn, name))
         if rule is not Rule.HALF or region or not self.scope.policy.of_model:
             return rule, region
-        half = any(dtype_of(v) == self.half for v in eqn.invars)
-        weights = half or any(value.is_half_param for value in given)
+        weights = any(value.is_half_param for value in given)
         if not weights and any(value.is_kept_param for value in given):
             return Rule.FLOAT32, KEPT
-        of_model = half or any(Source.HALF in value.source for value in given)
+        of_model = any(Source.HALF in value.source for value in given)
         return (rule, region) if of_model else (Rule.FLOAT32, NO_MODEL)
 
     def _region(self, eqn: jc.JaxprEqn, name: str) -> tuple[Rule | None, str] | None:

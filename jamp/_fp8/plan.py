@@ -7,7 +7,6 @@ r = dot_general y w3           half: `top_k` orders its result
 z = dot_general y w4           half: no later matmul depends on it
 """
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,6 +29,8 @@ from jamp._autocast.program import (
     is_float32,
     name_stack,
     shape_of,
+    size_of,
+    size_of_shape,
 )
 from jamp._autocast.values import Values
 from jamp._fp8.options import Fp8
@@ -42,7 +43,7 @@ _ORDERS = ("top_k", "approx_top_k", "argmax", "argmin", "sort")
 # Operations whose results have the order of their operands.
 _PASSES = (
     *(Shape.ELEMENTWISE, Shape.SAME, Shape.MARK, Shape.RESHAPE),
-    *(Shape.REARRANGE, Shape.REPEAT, Shape.MOVE),
+    *(Shape.REARRANGE, Shape.REPEAT, Shape.PART, Shape.MOVE),
 )
 
 # NVIDIA's data sheet of the H200 SXM, without sparsity: FLOP/s, and bandwidth in B/s.
@@ -133,8 +134,8 @@ def _is_small(
 ) -> bool:
     first = weight is eqn.invars[0]
     sums = eqn.params["dimension_numbers"][0][0 if first else 1]
-    k = math.prod(shape_of(weight)[i] for i in sums)
-    m, n = (math.prod(shape_of(v)) // max(k, 1) for v in (x, weight))
+    k = size_of_shape(tuple(shape_of(weight)[i] for i in sums))
+    m, n = (size_of(v) // max(k, 1) for v in (x, weight))
     if fp8.smallest is not None or not m * k * n:
         return not m * k * n or min(k, n) < (fp8.smallest or 1)
     half, in_fp8 = predicted_seconds(m, k, n, readers)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 
@@ -176,3 +177,51 @@ def test_a_leak_without_custom_rules_gets_no_advice_about_them():
     with pytest.raises(jax.errors.UnexpectedTracerError) as error:
         jamp.autocast(lambda x: x + leaked[0])(X)
     assert "derivative" not in "".join(getattr(error.value, "__notes__", []))
+
+
+# ---- a user's JVP rule whose tangent is multiplied by a float32 factor
+
+
+def _sech2(x):
+    return 1 / jnp.cosh(x) ** 2
+
+
+FACTORS = {
+    "cos": (jnp.sin, jnp.cos, np.cos),
+    "exp": (jnp.exp, jnp.exp, np.exp),
+    "tanh": (lambda x: jnp.log(jnp.cosh(x)), jnp.tanh, np.tanh),
+    "logistic": (jax.nn.softplus, jax.nn.sigmoid, lambda x: 1 / (1 + np.exp(-x))),
+    "gelu": (jnp.tanh, _sech2, lambda x: 1 / np.cosh(x) ** 2),
+    "softmax": (
+        lambda x: x * jax.lax.stop_gradient(jax.nn.softmax(x)),
+        jax.nn.softmax,
+        lambda x: np.exp(x) / np.exp(x).sum(-1, keepdims=True),
+    ),
+}
+ORDERS = {
+    "tangent * factor": lambda t, f, x: t * f(x),
+    "factor * tangent": lambda t, f, x: f(x) * t,
+    "in float32": lambda t, f, x: (t.astype(jnp.float32) * f(x)).astype(t.dtype),
+    "in a jit": lambda t, f, x: jax.jit(lambda t, x: t * f(x))(t, x),
+    "twice": lambda t, f, x: (t / 2) * f(x) + f(x) * (t / 2),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", FACTORS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_a_tangent_times_a_float32_factor(level, name, order):
+    function, factor, in_numpy = FACTORS[name]
+    f = jax.custom_jvp(function)
+    f.defjvp(lambda p, t: (function(*p), ORDERS[order](*t, factor, *p)))
+    w = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4)) / 2, jnp.float32)
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(8, 4)) / 2, jnp.float32)
+    state = jamp.initialize(
+        {"w": w}, optax.sgd(1.0), level, loss_scale=1.0, verbosity=0
+    )
+    gradient = jamp.scaled_grad(lambda params, x: f(x @ params["w"]).sum())
+    h = np.float64(x) @ np.float64(w)
+    want = np.float64(x).T @ in_numpy(h)
+    for run in (gradient, jax.jit(gradient)):
+        # bfloat16 has 8 bits, and the gradient sums 8 products.
+        np.testing.assert_allclose(run(state, x)["w"], want, rtol=0.05, atol=0.05)

@@ -15,6 +15,7 @@ from tests.support.programs import equations, results, walk
 ROWS, WIDTH = 7, 8
 X = jnp.asarray(np.random.default_rng(0).normal(size=(ROWS, WIDTH)), jnp.float32)
 W = jnp.asarray(np.random.default_rng(1).normal(size=(WIDTH, WIDTH)), jnp.float32)
+BIAS = jnp.arange(8.0)
 
 
 def softmax_by_hand(x):
@@ -39,8 +40,8 @@ ISLANDS = {
     ),
 }
 NORMS = {
-    "bias": lambda x: x + jnp.arange(8.0),
-    "bias as a row": lambda x: x + jnp.broadcast_to(jnp.arange(8.0), x.shape),
+    "bias": lambda x: x + BIAS,
+    "bias as a row": lambda x: x + jnp.broadcast_to(BIAS, x.shape),
     "by hand": lambda x: (x - x.mean(0)) / (x.std(0) + 1e-3) * jnp.arange(8.0),
     "rms": lambda x: x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6),
     "batch norm": lambda x: nn.BatchNorm(use_running_average=False).init_with_output(

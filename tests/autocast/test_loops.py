@@ -1,7 +1,6 @@
 """Test loops: shared weights, sums over the trips, carries and conditions."""
 
 import functools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import optax
 import pytest
 
 import jamp
-from jamp._autocast import frames, sums
+from jamp._autocast import frames
 from tests.support.constructs import AROUND, repeat
 from tests.support.extent import slow_except
 from tests.support.near import assert_near
@@ -334,13 +333,12 @@ def test_explain_warns_of_a_condition_that_depends_on_a_half_matmul(name):
         assert len(waits) == (depends and where != "O0"), where
 
 
-# ---- on GPUs
+def test_a_gradient_in_a_loop_asks_for_no_device(monkeypatch):
+    """A program may be lowered for another platform than the one that traces it."""
 
+    def asked(*_, **__):
+        raise AssertionError("A trace asked for the local devices.")
 
-@pytest.mark.parametrize("capability", ["7.5", "9.0", "10.0"])
-@halves
-def test_gpus_that_multiply_no_bfloat16_get_no_algorithm(half, capability, monkeypatch):
-    devices = [types.SimpleNamespace(compute_capability=capability)]
-    monkeypatch.setattr(jax, "local_devices", lambda: devices)
-    refused = (half, capability) == ("bfloat16", "7.5")
-    assert sums.has_algorithm(jnp.dtype(half)) == (not refused)
+    monkeypatch.setattr(jax, "local_devices", asked)
+    step = lambda w: repeat(lambda c, _: c @ w, jnp.ones((2, 8)), length=3).sum()  # noqa: E731
+    jax.jit(jax.grad(jamp.autocast(step))).trace(jnp.eye(8))

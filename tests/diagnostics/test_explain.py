@@ -75,7 +75,7 @@ CASES = {
     "sub: float32 promote fusion": lambda x, w: (x @ w - 1.0) @ w,
     "sub: float32 promote smaller operand": lambda x, w: (y := x @ w) - y.mean(0),
     "add: float32 promote widest": with_sums,
-    "add: float16 promote bias": lambda x, w: x @ w + jnp.cumsum(w[0]),
+    "add: float16 promote bias": lambda x, w: x @ w + w[0],
     "mul: float16 promote operands": lambda x, w: x @ w * (x > 0).astype(x.dtype),
     "select_n: float32 move fusion": lambda x, w: jnp.where(x > 0, x @ w, -jnp.inf) @ w,
     "mul: float32 promote literal": lambda x, w: x @ w * 1e30,

@@ -161,3 +161,31 @@ def test_a_norm_is_rounded_once(norm, level):
     # Another order of sums changes few last digits. A second rounding would change a
     # third of them.
     assert (found.astype(half) == expected).mean() > 0.99
+
+
+def summed_products(p, x):
+    step = lambda c, row: (c + (row.astype(jnp.float32) @ p["head"])[0], None)  # noqa: E731
+    return jax.lax.scan(step, 0.0, x)[0] / len(x)
+
+
+HEADS = {
+    "promoted": lambda p, x: (x @ p["head"]).mean(),
+    "cast": lambda p, x: (x.astype(jnp.float32) @ p["head"]).mean(),
+    "after a matmul": lambda p, x: (x @ p["w"] @ p["head"]).mean(),
+    "einsum": lambda p, x: jnp.einsum("ij,jk->k", x, p["head"])[0] / len(x),
+    "in a checkpoint": lambda p, x: jax.checkpoint(jnp.matmul)(x, p["head"]).mean(),
+    "in a jit": lambda p, x: jax.jit(jnp.matmul)(x, p["head"]).mean(),
+    "in a scan": summed_products,
+    "beside a half input": lambda p, x: ((x * x) @ p["head"]).mean(),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("level", HALF)
+@pytest.mark.parametrize("name", HEADS)
+def test_a_kept_head_multiplies_half_data_in_float32(name, level, dtype):
+    params = {"head": jnp.full((WIDTH, 1), 1.001), "w": jnp.eye(WIDTH)}
+    state = make(level, params, SGD, loss_scale=1.0, keep_fp32="head")
+    x = jnp.ones((4, WIDTH), dtype)
+    loss, _ = evaluate(jamp.scaled_value_and_grad(HEADS[name]), state, x)
+    np.testing.assert_allclose(loss, WIDTH * 1.001, rtol=1e-6)

@@ -34,10 +34,11 @@ UNDOCUMENTED = (
     "remat_opt DropVar ad_util call_wrapped jvp_jaxpr_fun fwd_jaxpr_thunk fwd_jaxpr "
     "out_trees with_unknown_names call_jaxpr num_consts num_carry ft_in cond_jaxpr "
     'cond_nconsts body_jaxpr body_nconsts .aval.update "Zero" .name_stack) '
-    "bind_with_trace get_referent partial_eval_jaxpr_custom_rules"
+    "bind_with_trace get_referent partial_eval_jaxpr_custom_rules lowering_parameters"
 ).split()
 INTERNALS = {
     "pallas_kernels._compat",
+    "pallas_kernels.layouts",
     "jamp._autocast.jax_internals",
     "jamp._autocast.calls",
     "jamp._autocast.derivatives",

@@ -1,0 +1,133 @@
+"""Test that the gradient of a lookup is a float32 sum at every level.
+
+The oracle adds the cotangents of each row in float64.
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jamp
+from tests.support.programs import equations
+
+LEVELS = "O0", "O1", "O2", "O3", "O4", "O5", "O6"
+WIDTH, COUNT = 8, 4096
+rng = np.random.default_rng(0)
+# Words as in a text: some occur in most positions. A cotangent is exact in half.
+IDS = np.minimum(rng.zipf(1.2, COUNT) - 1, 9_999).astype(np.int32)
+COTANGENT = rng.choice([0.5, 0.75, 1.0], (COUNT, WIDTH)).astype(np.float32)
+
+
+def summed(ids, rows):
+    """Returns the gradient of the table: the cotangents of each row in float64."""
+    want = np.zeros((rows, WIDTH))
+    inside = (ids >= 0) & (ids < rows)
+    np.add.at(want, ids[inside], np.float64(COTANGENT)[inside])
+    return want
+
+
+def gradient(level, lookup, rows, ids):
+    params = {"embedding": np.ones((rows, WIDTH), np.float32)}
+    scale = 1.0 / 256 if level in ("O2", "O3") else 1.0  # the sums fit into float16
+    state = jamp.initialize(
+        params, optax.sgd(1.0), level, loss_scale=scale, verbosity=0
+    )
+
+    def loss_fn(p, ids):
+        found = lookup(p["embedding"], ids).reshape(COUNT, WIDTH)
+        return (found.astype(jnp.float32) * COTANGENT).sum()
+
+    return jax.jit(jamp.scaled_grad(loss_fn))(state, ids)["embedding"]
+
+
+def by_linen(table, ids):
+    return nn.Embed(*table.shape).apply({"params": {"embedding": table}}, ids)
+
+
+def sliced(table, ids):
+    row = lambda i: jax.lax.dynamic_slice_in_dim(table, i, 1)  # noqa: E731
+    return jax.vmap(row)(ids)
+
+
+def in_scan(table, ids):
+    return jax.lax.scan(lambda c, i: (c, table[i]), 0, ids.reshape(64, -1))[1]
+
+
+LOOKUPS = {
+    "index": lambda table, ids: table[ids],
+    "rank 2": lambda table, ids: table[ids.reshape(64, -1)],
+    "take": lambda table, ids: jnp.take(table, ids, axis=0),
+    "clipped": lambda table, ids: table.at[ids].get(mode="clip"),
+    "columns": lambda table, ids: jnp.take(table.T, ids, axis=1).T,
+    "linen": by_linen,
+    "vmap": lambda table, ids: jax.vmap(lambda i: table[i])(ids),
+    "slices": sliced,
+    "jit": lambda table, ids: jax.jit(lambda t, i: t[i])(table, ids),
+    "checkpoint": lambda table, ids: jax.checkpoint(lambda t, i: t[i])(table, ids),
+    "scan": in_scan,
+    "computed": lambda table, ids: (2 * table / 2)[ids],
+    "after a matmul": lambda table, ids: (table @ jnp.eye(WIDTH))[ids],
+    "half of a row": lambda table, ids: jnp.concatenate(
+        [table[ids, :4], table[ids, 4:]], axis=-1
+    ),
+}
+
+
+@pytest.mark.parametrize("rows", [10_000, 1000])
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_each_level_sums_the_gradient_of_a_table(name, rows):
+    ids = np.minimum(IDS, rows - 1)
+    want = summed(ids, rows)
+    for level in LEVELS:
+        got = gradient(level, LOOKUPS[name], rows, ids)
+        # The sum is rounded once, to the dtype of the param.
+        np.testing.assert_allclose(got, want, rtol=2**-8, err_msg=level)
+
+
+@pytest.mark.parametrize("rows", [10_000, 1000])
+@pytest.mark.parametrize("name", ["index", "take", "linen"])
+def test_ids_beyond_the_table_get_no_gradient(name, rows):
+    ids = np.where(np.arange(COUNT) % 5 == 0, rows + 3, np.minimum(IDS, rows - 1))
+    if name == "index":  # JAX clips them
+        lookup = lambda table, ids: table.at[ids].get(mode="fill", fill_value=0)  # noqa: E731
+    else:
+        lookup = lambda table, ids: jnp.nan_to_num(LOOKUPS[name](table, ids))  # noqa: E731
+    got = gradient("O5", lookup, rows, ids.astype(np.int32))
+    np.testing.assert_allclose(got, summed(ids, rows), rtol=2**-8)
+
+
+def test_clipped_ids_and_negative_ids():
+    ids = np.where(np.arange(COUNT) % 3 == 0, 10_007, IDS - 10_000).astype(np.int32)
+    lookup = lambda table, ids: table.at[ids].get(mode="clip")  # noqa: E731
+    got = gradient("O5", lookup, 10_000, ids)
+    last = np.where(ids < 0, ids + 10_000, 9_999)
+    np.testing.assert_allclose(got, summed(last, 10_000), rtol=2**-8)
+
+
+@pytest.mark.parametrize("rows", [10_000, 1000])
+def test_derivatives_in_forward_mode_and_of_a_batch(rows):
+    ids, table = np.minimum(IDS, rows - 1), jnp.ones((rows, WIDTH), jnp.float32)
+    found = jamp.autocast(lambda t: (t @ jnp.eye(WIDTH))[ids], "bfloat16")
+    tangent = jnp.asarray(np.arange(rows * WIDTH).reshape(rows, -1) % 64, jnp.float32)
+    _, got = jax.jvp(found, (table,), (tangent,))
+    np.testing.assert_array_equal(got, np.asarray(tangent)[ids])
+    batch = jnp.stack([COTANGENT, 2 * COTANGENT])
+    (got,) = jax.vmap(jax.vjp(found, table)[1])(batch)
+    np.testing.assert_allclose(got[1], 2 * summed(ids, rows), rtol=2**-8)
+
+
+def test_few_lookups_need_no_float32_table():
+    """A table of 10,000 rows for 4,096 lookups: the float32 sums have 4,096 rows."""
+    state = jamp.initialize(
+        {"embedding": np.ones((10_000, WIDTH), np.float32)},
+        optax.sgd(1.0),
+        "O5",
+        verbosity=0,
+    )
+    grad = jamp.scaled_grad(lambda p: (p["embedding"][IDS] * COTANGENT).sum())
+    scatters = equations(grad, ["scatter-add"], state)
+    shapes = [(v.aval.shape, str(v.aval.dtype)) for e in scatters for v in e.outvars]
+    assert shapes == [((COUNT, WIDTH), "float32"), ((10_000, WIDTH), "bfloat16")]

@@ -1,0 +1,174 @@
+"""Test that operations which do not round keep the digits of numbers next to 1.
+
+In half, 1 - 1e-6 is 1. Each function here then divides by zero, or takes a logarithm
+of zero, or compares with another number. The oracle is NumPy in float64, on the
+rounded results of the matmul.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import scipy.special
+
+import jamp
+from tests.support.programs import evaluate
+
+E = 1e-6
+HALVES = {"O1": "float16", "O2": "float16", "O4": "bfloat16", "O5": "bfloat16"}
+# Multiples of 1/4 between -2 and 2, which a matmul with the identity returns.
+H = np.random.default_rng(0).integers(-8, 9, (32, 8)) / 4
+X, EYE = jnp.asarray(H, jnp.float32), jnp.eye(8)
+BOUNDS = jnp.full(8, 1 - E, jnp.float32)
+TOP, LOW = np.minimum(H, 1 - np.float32(E)), np.clip(H, -1 + E, 1 - E)
+
+
+def number(h):
+    return jnp.float32(1) - jnp.float32(E)  # computed while it is traced
+
+
+# Functions of the result of a matmul, and their values.
+FUNCTIONS = {
+    "clip": (lambda h: jnp.log1p(-jnp.clip(h, max=1 - E)), lambda: np.log1p(-TOP)),
+    "minimum": (lambda h: jnp.log1p(-jnp.minimum(h, 1 - E)), lambda: np.log1p(-TOP)),
+    "clamp": (
+        lambda h: jnp.log1p(-jax.lax.clamp(-9.0, h, 1 - E)),
+        lambda: np.log1p(-TOP),
+    ),
+    "where": (
+        lambda h: jnp.log1p(-jnp.where(h > 1 - E, 1 - E, h)),
+        lambda: np.log1p(-TOP),
+    ),
+    "float32": (
+        lambda h: jnp.log1p(-jnp.minimum(h, jnp.float32(1 - E))),
+        lambda: np.log1p(-TOP),
+    ),
+    "computed": (
+        lambda h: jnp.log1p(-jnp.minimum(h, number(h))),
+        lambda: np.log1p(-TOP),
+    ),
+    "filled": (
+        lambda h: jnp.log1p(-jnp.minimum(h, jnp.full_like(h, 1 - E))),
+        lambda: np.log1p(-TOP),
+    ),
+    "eps": (
+        lambda h: jnp.log1p(-jnp.minimum(h, 1 - jnp.finfo(h.dtype).eps)),
+        lambda: np.log1p(-np.minimum(H, 1 - np.finfo(np.float32).eps)),
+    ),
+    "closed over": (
+        lambda h: jnp.log1p(-jnp.minimum(h, BOUNDS)),
+        lambda: np.log1p(-TOP),
+    ),
+    "in a jit": (
+        lambda h: jax.jit(lambda h: jnp.log1p(-jnp.minimum(h, 1 - E)))(h),
+        lambda: np.log1p(-TOP),
+    ),
+    "before a jit with a matmul": (
+        lambda h: jnp.log1p(-jax.jit(lambda h: jnp.minimum(h @ EYE, 1 - E))(h)),
+        lambda: np.log1p(-TOP),
+    ),
+    "in a scan": (
+        lambda h: jax.lax.scan(
+            lambda c, h: (c, jnp.log1p(-jnp.minimum(h, 1 - E))), 0.0, h
+        )[1],
+        lambda: np.log1p(-TOP),
+    ),
+    "from a scan": (
+        lambda h: jnp.log1p(
+            -jax.lax.scan(lambda c, h: (c, jnp.minimum(h, 1 - E)), 0.0, h)[1]
+        ),
+        lambda: np.log1p(-TOP),
+    ),
+    "under vmap": (
+        lambda h: jax.vmap(lambda h: jnp.log1p(-jnp.minimum(h, 1 - E)))(h),
+        lambda: np.log1p(-TOP),
+    ),
+    "in a cond": (
+        lambda h: jax.lax.cond(
+            h.sum() < 1e9, lambda: jnp.log1p(-jnp.minimum(h, 1 - E)), lambda: h
+        ),
+        lambda: np.log1p(-TOP),
+    ),
+    "arctanh": (
+        lambda h: jnp.arctanh(jnp.clip(h, -1 + E, 1 - E)),
+        lambda: np.arctanh(LOW),
+    ),
+    "erf_inv": (
+        lambda h: jax.scipy.special.erfinv(jnp.clip(h, -1 + E, 1 - E)),
+        lambda: scipy.special.erfinv(LOW),
+    ),
+    "arccos": (
+        lambda h: jnp.arccos(jnp.clip(h, -1 + E, 1 - E)),
+        lambda: np.arccos(LOW),
+    ),
+    "reciprocal": (
+        lambda h: 1 / (1 - jnp.clip(h, -1 + E, 1 - E)),
+        lambda: 1 / (1 - LOW),
+    ),
+    "count": (lambda h: (h > 1 - E).sum(), lambda: (H > 1 - E).sum()),
+    "guarded": (
+        lambda h: jnp.where(jnp.abs(h) <= 1 - E, jnp.arctanh(h / 2), 6.0),
+        lambda: np.where(np.abs(H) <= 1 - E, np.arctanh(LOW / 2), 6.0),
+    ),
+    "slerp": (
+        lambda h: jnp.where(h > 0.9995, 1.0, 2.0).sum(),
+        lambda: np.where(H > 0.9995, 1.0, 2.0).sum(),
+    ),
+    "equal": (
+        lambda h: (h == 1 - E).sum() + (h != 1 + E).sum(),
+        lambda: H.size,
+    ),
+    "concatenate": (
+        lambda h: jnp.log1p(-jnp.concatenate([h * 0, jnp.full_like(h, 1 - E)])),
+        lambda: np.log(np.concatenate([H * 0 + 1, H * 0 + E])),
+    ),
+    "pad": (
+        lambda h: jnp.log1p(-jnp.pad(h * 0, 1, constant_values=1 - E)),
+        lambda: np.log1p(-np.pad(H * 0, 1, constant_values=1 - E)),
+    ),
+    "set": (
+        lambda h: jnp.log1p(-(h * 0).at[0].set(1 - E)),
+        lambda: np.log1p(-np.where(np.arange(32)[:, None] == 0, 1 - E, H * 0)),
+    ),
+}
+
+
+@pytest.mark.parametrize("level", HALVES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_numbers_next_to_1_keep_their_digits(name, level):
+    function, want = FUNCTIONS[name]
+    state = jamp.initialize(
+        {"w": EYE}, optax.sgd(0.1), level, loss_scale=1.0, verbosity=0
+    )
+
+    def loss_fn(params, x):
+        out = function(x @ params["w"])
+        return 0.0 * params["w"].sum(), out
+
+    grad = jamp.scaled_value_and_grad(loss_fn, has_aux=True)
+    _, got = evaluate(grad, state, X)[0]
+    # float32 holds 1 - 1e-6 with an error of 3 % of 1e-6.
+    np.testing.assert_allclose(got, want(), rtol=0.04, atol=0.002)
+
+
+@pytest.mark.parametrize("promote", ["widest", "narrowest"])
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "name, function",
+    {
+        "relu": jax.nn.relu,
+        "relu6": jax.nn.relu6,
+        "hard_tanh": jax.nn.hard_tanh,
+        "leaky_relu": jax.nn.leaky_relu,
+        "elu": lambda h: jnp.where(h > 0, h, 0.5),
+        "dropout": lambda h: jnp.where(jnp.arange(8) % 2 == 0, h / 0.9, 0),
+        "joined": lambda h: jnp.concatenate([h, jnp.ones_like(h)]),
+        "padded": lambda h: jnp.pad(h, 1, constant_values=-0.5),
+    }.items(),
+)
+def test_numbers_that_half_holds_leave_an_operation_in_half(
+    name, function, half, promote
+):
+    found = jamp.explain(lambda w, x: function(x @ w), half, promote=promote)(EYE, X)
+    assert "literal" not in {op.why for op in found.operations}

@@ -1,0 +1,110 @@
+"""Test that each primitive of jamp has all rules that JAX asks a primitive for."""
+
+import functools
+import importlib
+import pkgutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import Primitive
+
+import jamp
+import pallas_kernels
+from jamp._autocast import pins, sums
+from jamp._fp8 import quantized
+
+NUMBERS = ((1,), (0,)), ((), ())  # of a matmul of two matrices
+# fp8 holds these numbers, and their products with 2 and 3, exactly.
+X = jnp.asarray(np.random.default_rng(0).choice([-2, -1, 0.5, 1], (8, 8)), jnp.bfloat16)
+fp8_derivative = functools.partial(
+    quantized._linear.bind, numbers=NUMBERS, half=jnp.bfloat16, first=True
+)
+# Linear functions of a half array that return the array. `fp8_once` is only for the
+# gradient of a matmul, and `quantize` returns another dtype: see the tests below.
+LINEAR = {
+    "residual": functools.partial(pins._pin.bind, backward=False),
+    "residual (backward)": functools.partial(pins._pin.bind, backward=True),
+    "apart": sums.apart,
+    "repeated": sums.repeated(jnp.bfloat16),
+    "fp8_derivative": lambda x: fp8_derivative(x, jnp.eye(8, dtype=x.dtype)),
+}
+OTHERS = {
+    "fp8_once": quantized._once.bind,
+    "quantize": lambda x: quantized._quantize.bind(x, of=quantized.Of.INPUT),
+}
+
+
+def test_these_are_all_primitives_of_jamp():
+    found = set()
+    for package in (jamp, pallas_kernels):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not module.name.endswith("__main__"):
+                values = vars(importlib.import_module(module.name)).values()
+                found |= {x.name for x in values if _is_own(x)}
+    assert found == {name.partition(" ")[0] for name in LINEAR | OTHERS}
+
+
+def _is_own(x):
+    return isinstance(x, Primitive) and not hasattr(
+        jax.extend.core.primitives, f"{x}_p"
+    )
+
+
+def close(got, want):
+    np.testing.assert_allclose(np.float32(got), np.float32(want), rtol=0)
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_forward_and_reverse_mode(name):
+    fn = LINEAR[name]
+    out, tangent = jax.jvp(fn, (X,), (2 * X,))
+    close(out, X)
+    close(tangent, 2 * X)
+    (gradient,) = jax.vjp(fn, X)[1](3 * X)
+    close(gradient, 3 * X)
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_the_transpose_of_a_linear_function(name):
+    # JAX transposes a primitive itself if it reads a tangent, as in a `custom_jvp`.
+    close(jax.linear_transpose(LINEAR[name], X)(3 * X)[0], 3 * X)
+
+
+@pytest.mark.parametrize("transform", [jax.grad, jax.value_and_grad, jax.jacfwd])
+@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.everything_saveable])
+@pytest.mark.parametrize("name", LINEAR)
+def test_inside_a_checkpoint(name, policy, transform):
+    fn = jax.checkpoint(lambda x: LINEAR[name](x * x).sum(), policy=policy)
+    got = transform(fn)(X)
+    close(got[1] if isinstance(got, tuple) else got, 2 * X)
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_batches(name):
+    batch = jnp.stack([X, 2 * X])
+    close(jax.vmap(LINEAR[name])(batch), batch)
+    close(jax.vmap(lambda x: jax.vjp(LINEAR[name], x)[1](x)[0])(batch), batch)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "rocm", "tpu"])
+@pytest.mark.parametrize("name", LINEAR | OTHERS)
+def test_lowers_for_each_platform(name, platform):
+    traced = jax.jit((LINEAR | OTHERS)[name]).trace(X)
+    assert "func.func" in traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+def test_the_second_derivative_of_an_fp8_matmul_raises():
+    of_cotangent = functools.partial(
+        quantized._quantize.bind, of=quantized.Of.COTANGENT
+    )
+    for bind in (OTHERS["fp8_once"], of_cotangent):
+        with pytest.raises(NotImplementedError, match="no second derivative"):
+            jax.jvp(bind, (X,), (X,))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_batches_of_those_with_another_result(name):
+    batch = jnp.stack([X, X])
+    assert jax.tree.leaves(jax.vmap(OTHERS[name])(batch))[0].shape == batch.shape
