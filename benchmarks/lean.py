@@ -196,7 +196,9 @@ def amp_step(case: Case) -> Callable:
     return step
 
 
-def amp_program(case: Case, level: str, tx: Any = TX) -> tuple[Callable, Any]:
+def amp_program(
+    case: Case, level: str, tx: Any = TX, loss_scale: float | None = None
+) -> tuple[Callable, Any]:
     """Returns the step of an AmpState and its state."""
 
     def init():
@@ -205,7 +207,7 @@ def amp_program(case: Case, level: str, tx: Any = TX) -> tuple[Callable, Any]:
         )
         params, stats = variables["params"], variables.get("batch_stats", {})
         options = {"apply_fn": case.model.apply, "verbosity": 0, "batch_stats": stats}
-        return jamp.initialize(params, tx, level, **options)
+        return jamp.initialize(params, tx, level, loss_scale=loss_scale, **options)
 
     return amp_step(case), jax.eval_shape(init)
 
@@ -219,6 +221,8 @@ def program(case: Case, mode: str, ours: bool) -> tuple[Callable, Any]:
     """Returns a step and its state, by jamp or of the program to compare with."""
     if ours and mode in LEVELS:
         return amp_program(case, mode)
+    if mode == "unchecked O5":
+        return amp_program(case, "O5", loss_scale=1)
     if mode in FUSED:
         tx = fused_adam(1e-3) if ours else TX
         return amp_program(case, mode.removeprefix("fused "), tx)

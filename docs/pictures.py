@@ -238,7 +238,7 @@ def level_table():
             "BatchNorm params": state.params["BatchNorm_0"]["scale"].dtype.name,
             "large matmuls": "fp8" if "float8" in hidden else hidden,
             "optimizer steps": f"{stepped[-1].dtype} {kind}",
-            "loss scale": "dynamic" if rule == "dynamic" else "1",
+            "loss scale": {"dynamic": rule, None: "1, checked"}.get(rule, "1"),
         }
     return table
 

@@ -15,6 +15,7 @@ from pallas_kernels._run import (
     check_backend as check_backend,
     check_device as check_device,
     run as run,
+    width_of as width_of,
 )
 from pallas_kernels._step import (
     Leaves as Leaves,

@@ -1,8 +1,8 @@
 """Runs one formula over many leaves, in XLA or in Mosaic GPU kernels.
 
-A formula is a plain function of float32 blocks. A result with the name of a column
-replaces the column. A result with a name in `reductions` is reduced over its leaf. Any
-other result is a new array.
+A formula is a plain function of blocks in float32, or in float64 for float64 leaves. A
+result with the name of a column replaces the column. A result with a name in
+`reductions` is reduced over its leaf. Any other result is a new array.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,7 +38,8 @@ class Options(NamedTuple):
     """Options of all operations.
 
     Attributes:
-        unscale: the factor of the gradients, shape (), float32; None means 1.
+        unscale: the factor of the gradients, shape (), float32 or float64; None means
+            1.
         skip: whether to change nothing, shape (), bool; None means False.
         backend: a name in `BACKENDS`.
         shardings: one NamedSharding per leaf, for a mesh of Auto axes, where tracers
@@ -69,7 +70,8 @@ def run(
         leaves: they may have different columns and dtypes.
         options: with `skip`, all columns keep their bits and new arrays are zero, but
             reductions run. The formula gets `unscale` as a number.
-        numbers: float32 numbers by name, of shape (), or (n,) for one per leaf.
+        numbers: numbers by name, of shape (), or (n,) for one per leaf. They become
+            float32, or float64 if a leaf is float64.
         tags: one static value per leaf for the formula.
         keys: one key per leaf, if `job.stored` rounds stochastically.
     """
@@ -85,9 +87,11 @@ def run(
     per_leaf = {name: x for name, x in given.items() if jnp.ndim(x)}
     shared = {name: x for name, x in given.items() if name not in per_leaf}
     names = (*shared, *per_leaf)
-    packed, table = jnp.array([*shared.values()], jnp.float32), None
+    dtype = width_of([x for leaf in leaves for x in leaf.values()])
+    packed, table = jnp.array([*shared.values()], dtype), None
     if per_leaf:
-        table = jax.lax.optimization_barrier(jnp.stack([*per_leaf.values()], 1))
+        rows = [jnp.asarray(x, dtype) for x in per_leaf.values()]
+        table = jax.lax.optimization_barrier(jnp.stack(rows, 1))
     placement = Placement(None)
     if job.totals or backend != "xla":
         placement = placement_of(leaves, options.shardings)
@@ -100,6 +104,12 @@ def run(
 
     how = backend == "interpret", placement.mesh, placement.specs
     return mosaic.run_in_mosaic(job, names, tags, *how, leaves, packed, table, keys)
+
+
+def width_of(arrays: Iterable[Any]) -> Any:
+    """Returns float64 if an array is float64, and float32 otherwise."""
+    is_wide = any([getattr(x, "dtype", None) == jnp.float64 for x in arrays])
+    return jnp.dtype(jnp.float64 if is_wide else jnp.float32)
 
 
 def check_backend(backend: str) -> None:

@@ -149,12 +149,14 @@ class Leaves(NamedTuple):
         moments: lists by name, with one array per weight. bfloat16 moments are rounded
             stochastically.
         decays: whether each weight decays.
+        dtype: the dtype of a rule's numbers: float64 if a weight is.
     """
 
     weights: Sequence[Weight]
     grads: Sequence[Array]
     moments: Mapping[str, Sequence[Array]]
     decays: Sequence[bool]
+    dtype: DTypeLike = jnp.float32
 
 
 class _Tag(NamedTuple):

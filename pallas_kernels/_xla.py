@@ -146,7 +146,7 @@ def run_in_xla(
         groups = kinds(members, leaves, tags)
         numbers = dict(zip(names, packed, strict=True))
         totals = [
-            reduce_group(job, tags[ks[0]], batch, numbers)
+            _cast(reduce_group(job, tags[ks[0]], batch, numbers), packed.dtype)
             for ks in groups
             for batch in _groups_to_reduce(ks, leaves, flattens)
         ]
@@ -162,8 +162,13 @@ def run_in_xla(
         key = None if keys is None else keys[k]
         whole = None if strides is None else strides[k]
         done[k] = run_leaf(job, leaves[k], tags[k], whole, numbers, key)
-    reduced = {r: jnp.stack([done[k][1][r] for k in members]) for r in job.reductions}
+    values = [_cast(done[k][1], packed.dtype) for k in members]
+    reduced = {r: jnp.stack([x[r] for x in values]) for r in job.reductions}
     return {k: done[k][0] for k in members}, reduced
+
+
+def _cast(reduced: dict[str, Array], dtype: DTypeLike) -> dict[str, Array]:
+    return {name: x.astype(dtype) for name, x in reduced.items()}
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2, 3))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels._run import DEFAULTS, Options, run
-from pallas_kernels._xla import Blocks, Job, Numbers
+from pallas_kernels._xla import Blocks, Job, Numbers, widen
 
 
 def norm(
@@ -20,10 +20,10 @@ def norm(
     per_leaf: bool = False,
     options: Options = DEFAULTS,
 ) -> Float[Array, "..."]:
-    r"""Returns $\sqrt{\sum x^2}$ or $\max |x|$ of all leaves or of each, in float32.
+    r"""Returns $\sqrt{\sum x^2}$ or $\max |x|$ of all leaves or of each.
 
-    Squares of finite float32 and bfloat16 elements can overflow. Then the norm is
-    infinite.
+    It is float32, or float64 if a leaf is. Squares of finite float32 and bfloat16
+    elements can overflow. Then the norm is infinite.
 
     Args:
         leaves: arrays of floats. An empty array has norm 0.
@@ -40,7 +40,11 @@ def norm(
     plain = options._replace(unscale=None)  # multiply the norm instead of the elements
     _, found = run(_NORMS[order, per_leaf], columns, plain, tags=tags)
     norms = jnp.sqrt(found["norm"]) if order == 2 else found["norm"]
-    return norms if options.unscale is None else norms * options.unscale
+    return (
+        norms
+        if options.unscale is None
+        else norms * options.unscale.astype(norms.dtype)
+    )
 
 
 def found_inf(
@@ -58,7 +62,7 @@ def found_inf(
 
 def _measured(numbers: Numbers, order: float, columns: Blocks) -> Blocks:
     del numbers
-    x = columns["x"].astype(jnp.float32)
+    x = widen(columns["x"])
     return {"norm": x * x if order == 2 else jnp.abs(x)}
 
 

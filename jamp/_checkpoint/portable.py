@@ -39,8 +39,9 @@ def to_checkpoint(state: AmpState) -> dict[str, Any]:
     """Returns the state as nested dicts of arrays, in the same form at every level.
 
     The params are the float32 masters, so every level and plain Flax can read them. No
-    array is copied or rounded. Flax's msgpack and Orbax can write the dicts, because
-    they contain typed PRNG keys as data. Orbax restores into
+    array is copied or rounded: a step that donates the state deletes the checkpoint's
+    arrays too, so write or copy them first. Flax's msgpack and Orbax can write the
+    dicts, because they contain typed PRNG keys as data. Orbax restores into
     `jax.eval_shape(to_checkpoint, state)`.
 
     Args:
@@ -245,10 +246,8 @@ def _check_found(
         "'float32') if getattr(x, 'dtype', None) in ('bfloat16', 'float16') else x, "
         "checkpoint)`.",
     )
-    for i, rule in enumerate(state.loss_scale_rules):
-        name = f"loss_scaler{i}"
-        same_kind = bool(found[name]["dynamic"]) == rule.moves
-        check_scale_state(name, found[name], rule if same_kind else None)
+    for name in wanted:
+        check_scale_state(name, found[name])
     check_counters(found)
 
 

@@ -92,20 +92,26 @@ def resolve_wrt(wrt: Wrt, keys: tuple[Key, ...]) -> tuple[Key, ...]:
     """Returns the keys that `wrt` names."""
     if wrt is None:
         return keys
-    named = tuple(wrt) if isinstance(wrt, list | tuple) else (wrt,)
+    several: Any = wrt
+    named = (wrt,) if _is_key(wrt, keys) else tuple(several)
     if not named or len(set(named)) < len(named):
         raise ValueError(f"wrt={wrt!r} must name groups, each once.")
     if keys == (SINGLE,):
         raise ValueError(f"wrt={wrt!r}, but the state has one group: leave wrt out.")
-    if unknown := set(named).difference(keys):
+    if unknown := [key for key in named if key not in keys]:
         raise ValueError(
-            f"wrt={wrt!r}: {unknown.pop()!r} is not one of the groups {list(keys)}."
+            f"wrt={wrt!r}: {unknown[0]!r} is not one of the groups {list(keys)}."
         )
     return named
 
 
 def pack_wrt(values: Mapping[Key, Any], wrt: Wrt, like: Any) -> Any:
     """Returns the value of one group if `wrt` is a key, and otherwise the container."""
-    if wrt is None or isinstance(wrt, list | tuple):
+    if wrt is None or not _is_key(wrt, tuple(values)):
         return pack(values, like)
     return values[wrt]
+
+
+def _is_key(wrt: Any, keys: tuple[Key, ...]) -> bool:
+    """Returns whether `wrt` is one key rather than several; a key may be a tuple."""
+    return not isinstance(wrt, list | tuple) or wrt in keys

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jamp._core.devices import place_like
-from jamp._core.show import short_repr
+from jamp._core.show import kind, short_repr
 from jamp._core.tree import KeyPath, path_parts, path_string
 
 
@@ -73,7 +73,7 @@ def check_same(given: Any, expected: Any, what: str, remedy: str) -> None:
 
 def _differ(path: str, x: Any, like: Any) -> list[str]:
     if isinstance(x, list | tuple):  # a ragged list has no shape
-        return [f"{path} is a {type(x).__name__}, expected {like.dtype}{like.shape}"]
+        return [f"{path} is {kind(x)}, expected {like.dtype}{like.shape}"]
     if np.shape(x) != like.shape:
         return [f"{path} has shape {np.shape(x)}, expected {like.shape}"]
     dtype = getattr(x, "dtype", None)

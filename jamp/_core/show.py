@@ -31,6 +31,12 @@ def short_repr(thing: object) -> str:
     return text if "\n" not in text else f"{type(thing).__name__}(...)"
 
 
+def kind(thing: object) -> str:
+    """Returns the class with its article: `"an AmpState"`, `"a dict"`."""
+    name = type(thing).__name__
+    return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
+
+
 def format_shapes(tree: PyTree) -> str:
     """Formats arguments by dtype and shape: `"float32[8, 4], {'w': float32[4]}"`."""
 

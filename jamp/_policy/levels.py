@@ -52,6 +52,7 @@ class Properties:
             returns them in float32; None keeps their dtype.
         fp8: a `jamp.Fp8` that selects the matmuls of weights to run in fp8, or None.
         loss_scale: "dynamic", a number, or a rule such as `jamp.DynamicLossScale()`.
+            None is `StaticLossScale(1.0, check=True)`.
         cast_model_outputs: dtype of the outputs; None means float32 if the params are
             cast, and no cast otherwise.
         keep_fp32: more leaves to keep in float32: regexes and predicates on the path.
@@ -157,9 +158,17 @@ def one_line(properties: Properties) -> str:
         parts.append("float32 masters")
     if properties.fp8:
         parts.append("fp8 matmuls")
-    scale = properties.loss_scale
+    scale = _loss_scale(properties)
     parts.append(f"{scale} loss scale" if scale == "dynamic" else f"loss scale {scale}")
     return f"jamp {properties.opt_level}: {', '.join(parts)}"
+
+
+def _loss_scale(properties: Properties) -> str:
+    """Returns the loss scale, and whether a fixed one checks the gradients."""
+    scale = properties.loss_scale
+    if scale is None:
+        return "1.0 (checked)"
+    return f"{scale} (unchecked)" if isinstance(scale, float) else str(scale)
 
 
 def describe(properties: Properties) -> list[str]:
@@ -167,10 +176,11 @@ def describe(properties: Properties) -> list[str]:
     level = LEVELS.get(properties.opt_level, properties)
     quiet = [str(x) for x in (None, (), False, level.promote)]
     names = [field.name for field in dataclasses.fields(Properties)]
-    values = [(name, str(getattr(properties, name))) for name in names]
+    values = {name: str(getattr(properties, name)) for name in names}
+    values["loss_scale"] = _loss_scale(properties)
     return [
         f"{name:<22} : {value}"
-        for name, value in values
+        for name, value in values.items()
         if name not in _QUIET or value not in quiet
     ]
 
@@ -179,12 +189,13 @@ _QUIET = ("patch_functions_type", "cast_model_outputs", "keep_fp32", "lists", "p
 _QUIET += ("stochastic_rounding", "reduce_dtype", "fp8")
 _FP16, _BF16 = HALF_DTYPES
 DISABLED = Properties(enabled=False, opt_level=None)  # pyright: ignore[reportArgumentType]
-_AUTOCAST = Properties(patch_functions=True)
+_AUTOCAST = Properties(patch_functions=True, loss_scale=None)
 _CAST = Properties(
     promote="narrowest",
     cast_model_type=_BF16,
     keep_batchnorm_fp32=True,
     master_weights=True,
+    loss_scale=None,
 )
 _but = dataclasses.replace
 _DEFAULTS = {

@@ -57,12 +57,27 @@ _MEANT = {
 }
 
 
+_RATE = "It belongs in tx, as in `optax.adamw(learning_rate=1e-3)`."
+_DTYPE = "The opt level sets the dtypes; cast_model_type= overrides the params' dtype."
+# Names of options that jamp does not have, and the places of their values.
+_ELSEWHERE = {
+    **dict.fromkeys(("learning_rate", "lr", "weight_decay", "momentum"), _RATE),
+    **dict.fromkeys(("dtype", "param_dtype", "compute_dtype"), _DTYPE),
+}
+
+
+def elsewhere(name: str) -> str:
+    """Returns a sentence that says where the value of an option belongs, or ""."""
+    return f" {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+
+
 def check_options(call: str, given: Iterable[str], known: Collection[str]) -> None:
     """Raises if a keyword argument of `call` is unknown."""
     for name in given:
         if name not in known:
             raise TypeError(
-                f"{call} got an unknown keyword {name!r}.{hint(name, known)}"
+                f"{call} got an unknown keyword {name!r}."
+                f"{elsewhere(name) or hint(name, known)}"
             )
 
 

@@ -5,33 +5,22 @@ from typing import Any
 
 import jax
 
-from jamp._core.numbers import check_count, check_scale, numbers_in
+from jamp._core.numbers import check_count, check_scale
 from jamp._core.tree import path_string
-from jamp._scaling.rules import LossScaleRule
 
 _COUNTS = ("unskipped", "hysteresis", "consecutive_skips")
 
 
-def check_scale_state(
-    where: str, entry: Mapping[str, Any], rule: LossScaleRule | None = None
-) -> None:
+def check_scale_state(where: str, entry: Mapping[str, Any]) -> None:
     """Raises if a scale is out of range, or a counter is not a count.
 
-    `where` names the entry, such as "loss_scaler0". The rule is None if it is unknown.
+    `where` names the entry, such as "loss_scaler0".
     """
     for name, value in entry.items():
         if name in ("scale", "loss_scale"):
             check_scale(f"{where}/{name}", value)
         elif name in _COUNTS:
             check_count(f"{where}/{name}", value)
-    most = getattr(rule, "hysteresis", None)
-    value: Any = entry.get("hysteresis")
-    if most is not None and any(x > most for x in numbers_in(value)):
-        raise ValueError(
-            f"{where}/hysteresis is {value}, more than the {most} of the state's rule: "
-            "pass jamp.initialize the rule of the run that saved it, or set the value "
-            f"to {most}."
-        )
 
 
 def check_counters(names: Mapping[str, Any]) -> None:

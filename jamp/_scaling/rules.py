@@ -33,8 +33,10 @@ class LossScaleState(NamedTuple):
 
     Attributes:
         scale: the factor of the loss, shape (), float32.
-        unskipped: finite steps since the scale last moved, shape (), int32.
-        hysteresis: non-finite steps until the scale falls, shape (), int32.
+        unskipped: finite steps since the scale last grew or a step was skipped, shape
+            (), int32.
+        hysteresis: non-finite steps until the scale falls, counted by the rule of the
+            last step, shape (), int32.
         consecutive_skips: skipped steps in a row, shape (), int32.
     """
 
@@ -170,8 +172,9 @@ class DynamicLossScale(_Rule):
         # Functions of `jnp` are jitted and would be traced; functions of `lax` are not.
         finite, scale = jnp.asarray(finite), jnp.asarray(state.scale, FLOAT32)
         lowest, highest = map(np.float32, self._limits)
-        left = lax.max(lax.sub(state.hysteresis, _ONE), _ZERO)
-        left = lax.select(finite, np.int32(self.hysteresis), left)
+        # Counted from the skips, because another rule may have set `state.hysteresis`.
+        skips = count_skips(state, finite)
+        left = lax.max(lax.sub(np.int32(self.hysteresis), skips), _ZERO)
         unskipped = lax.select(finite, lax.add(state.unskipped, _ONE), _ZERO)
         # `unskipped` can exceed `window` after a restart with a shorter window.
         grows = lax.ge(unskipped, np.int32(self.window))
@@ -182,7 +185,7 @@ class DynamicLossScale(_Rule):
             scale=lax.select(grows, grown, lax.select(falls, fallen, scale)),
             unskipped=lax.select(grows, _ZERO, unskipped),
             hysteresis=left,
-            consecutive_skips=count_skips(state, finite),
+            consecutive_skips=skips,
         )
 
 
@@ -267,19 +270,27 @@ def loss_scale_rule(
         return DynamicLossScale(
             init_scale=start, min_scale=min_loss_scale, max_scale=max_loss_scale
         )
+    if loss_scale is None:
+        return StaticLossScale(1.0, check=True)
     if isinstance(loss_scale, float):
         return StaticLossScale(loss_scale)
     return loss_scale
 
 
 def unscale_tree(tree: PyTree, scale: Float[Array, ""] | float) -> PyTree:
-    """Multiplies float leaves by `1 / scale` in float32, like apex's kernel."""
-    inverse = 1.0 / jnp.asarray(scale, jnp.float32)
+    """Multiplies float leaves by `1 / scale` in float32, like apex's kernel.
+
+    It multiplies float64 and complex128 leaves in float64.
+    """
+    scale, inverses = jnp.asarray(scale, jnp.float32), {}
     leaves, structure = jax.tree.flatten(tree)
     for i, x in enumerate(leaves):
         if is_differentiable(x):
             x = widen(jnp.asarray(x))
-            leaves[i] = lax.mul(x, lax.convert_element_type(inverse, x.dtype))
+            real = jnp.finfo(x.dtype).dtype
+            if real not in inverses:
+                inverses[real] = 1.0 / scale.astype(real)
+            leaves[i] = lax.mul(x, lax.convert_element_type(inverses[real], x.dtype))
     return structure.unflatten(leaves)
 
 

@@ -101,8 +101,8 @@ def scaled_value_and_grad(
 
     The gradients are a plain tree, divided by the scale. You may sum or clip them, or
     take their norm. If a gradient or the loss is not finite, all gradients are NaN, and
-    `AmpState.apply_gradients` skips the step. With a static scale, gradients are not
-    checked.
+    `AmpState.apply_gradients` skips the step. With a number as `loss_scale`, gradients
+    are not checked.
 
     Args:
         loss_fn: `(params, *args, **kwargs) -> loss`, or `(loss, aux)` with `has_aux`.

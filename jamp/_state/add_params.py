@@ -53,7 +53,6 @@ def with_more_params[S](
         check_float32(params)
     wrapped = [group.tx for group in by_key.values()]
     txs = groups.pack(dict(zip(keys, map(bare, wrapped), strict=True)), old.params)
-    cast = cast_to_level(params, old.properties, fields.get("batch_stats"))
     values = {}
     for name in extra:
         now, more = getattr(old, name), fields.get(name)
@@ -65,10 +64,13 @@ def with_more_params[S](
         if more is not None:
             now = _add({} if now is None else now, more, name)
         values[name] = now
+    whole = _add(master_params(old), params, "params")
+    # Rules on paths need the paths in all params: new groups of a list begin at 0.
+    cast = cast_to_level(whole, old.properties, values["batch_stats"])
     new = new_state(
         type(old),
-        _add(master_params(old), params, "params"),
-        _add(old.params, cast, "params"),
+        whole,
+        _keep_bits(cast, old.params),
         txs if is_single else _add(txs, tx, "tx"),
         store_remainder=any(getattr(tx, "store_remainder", False) for tx in wrapped),
         apply_fn=old.apply_fn,

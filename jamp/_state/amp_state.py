@@ -39,6 +39,12 @@ _FIELD_REMEDY = (
     "a field keeps its structure and shapes; to change them, use "
     "`state.replace(...)` outside of the step."
 )
+_LOSS_SCALE = (
+    "replace got loss_scale={0!r}, but the scale is in loss_scales: write `scale = "
+    "state.loss_scales[0]._replace(scale=jnp.float32({0!r}))` and "
+    "`state.replace(loss_scales=(scale, *state.loss_scales[1:]))`. For another rule, "
+    "write `state.replace(loss_scale_rules=(jamp.DynamicLossScale(...),))`."
+)
 _HALF_FIELD = (
     "The field {0} has the structure of the params, and starts in {1}: an average in "
     "half does not move. Start from `jamp.master_params(state)`, or from the float32 "
@@ -95,6 +101,15 @@ class AmpState(TrainState, kw_only=True):
         super().__init_subclass__(repr=False, **kwargs)
         _set_up(cls)
 
+    @classmethod
+    def create(cls, *args: Any, **kwargs: Any) -> Any:
+        """Raises, because TrainState's constructor neither casts nor keeps masters."""
+        raise TypeError(
+            f"{cls.__name__}.create cannot cast params and make masters: write "
+            f"`jamp.initialize(params, tx, opt_level, apply_fn=..., "
+            f"state_class={cls.__name__})`."
+        )
+
     def __repr__(self) -> str:
         """Summarizes the state in a few lines, without the arrays."""
         text = summary(type(self).__name__, self, self.params, self.opt_state)
@@ -119,8 +134,8 @@ class AmpState(TrainState, kw_only=True):
         """Steps, or skips the step if the gradients are not finite.
 
         A skip is atomic: params, masters, optimizer state, `step` and `fields` keep
-        their bits, and only the loss scale and the counters of skips change. A static
-        scale checks nothing, except with `check=True`.
+        their bits, and only the loss scale and the counters of skips change. A number
+        as `loss_scale` checks nothing.
 
         Args:
             grads: unscaled gradients, a tree like `params`: the result of
@@ -256,6 +271,8 @@ def _replace(self: AmpState, **changes: Any) -> Any:
     masters if the old one did, and a new `apply_fn` runs under the level. All other
     fields, and `params` with an `opt_state`, are set unchanged.
     """
+    if "loss_scale" in changes:
+        raise TypeError(_LOSS_SCALE.format(changes["loss_scale"]))
     if changes.get("tx") is not None:
         changes["tx"] = wrap_like(self, changes["tx"])
     if "apply_fn" in changes:

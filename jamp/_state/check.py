@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from jamp._core.devices import moves_constants
+from jamp._core.tree import is_traced
 from jamp._scaling.incoming import check_scale_state
 from jamp._scaling.rules import check_state, lowest_scale
 from jamp._state.amp_state import AmpState
@@ -70,6 +71,12 @@ def check(
     FloatingPointError: Loss 0 skipped 3 steps in a row, and its scale is 8192: ...
     """
     check_state(state, "jamp.check(state)")
+    if is_traced(state.step):
+        raise TypeError(
+            "jamp.check got a traced state, and reads values, so it cannot run inside "
+            "jit, scan or vmap: call it on the host, with the state that the jitted "
+            "step returned."
+        )
     most = max_consecutive_skips
     if isinstance(most, bool) or not isinstance(most, Integral) or most < 1:
         raise ValueError(
@@ -81,7 +88,7 @@ def check(
     for loss_id, (rule, scale_state) in enumerate(
         zip(state.loss_scale_rules, state.loss_scales, strict=True)
     ):
-        check_scale_state(f"loss_scales/{loss_id}", scale_state._asdict(), rule)
+        check_scale_state(f"loss_scales/{loss_id}", scale_state._asdict())
         members = scale_state.consecutive_skips, scale_state.scale
         for skips, scale in zip(*map(np.ravel, members), strict=True):
             at_floor = rule.moves and skips > 0 and scale <= lowest_scale(rule)
@@ -107,8 +114,10 @@ def _print_skips(state: AmpState, before: Seen, now: Seen) -> None:
             or now.scales[i] < before.scales[i]
             or np.any(state.loss_scales[i].consecutive_skips)
         )
-        if rule.moves and overflowed:
+        if rule.check and overflowed:
+            does = "reducing" if now.scales[i] < before.scales[i] else "keeping"
+            preposition = " to" if does == "reducing" else ""
             print(
-                f"Gradient overflow.  Skipping step, loss scaler {i} reducing loss "
-                f"scale to {now.scales[i]}"
+                f"Gradient overflow.  Skipping step, loss scaler {i} {does} loss "
+                f"scale{preposition} {now.scales[i]}"
             )

@@ -24,6 +24,11 @@ _REMEDY = (
     "...)`, or a tree like `state.params`. For several losses, pass `grads=(g0, g1), "
     "loss_id=(0, 1)`."
 )
+_TWO_WRITERS = (
+    "apply_gradients got new values of `_overwrite_with_gradient`{} from loss {} and "
+    "from loss {}: these values replace the old ones, so they have no sum. Return the "
+    "sum of the losses from one loss function, or step once per loss."
+)
 
 
 class LossGrads(NamedTuple):
@@ -63,10 +68,19 @@ def by_group(losses: list[LossGrads]) -> dict[Key, tuple[PyTree, Any, Flag]]:
     """Returns `(gradients, overwrite, clean)` of each group that has gradients.
 
     The gradients are float32 sums over the losses. They are clean if all losses are.
+
+    Raises:
+        ValueError: two losses have values of `_overwrite_with_gradient` for one group.
     """
     total: dict[Key, tuple[PyTree, Any, Flag]] = {}
+    writers: dict[Key, int] = {}
     for loss in losses:
         for key, (tree, overwrite) in loss.trees.items():
+            if overwrite is not None and key in writers:
+                group = "" if key is groups.SINGLE else f" of group {key!r}"
+                raise ValueError(_TWO_WRITERS.format(group, writers[key], loss.loss_id))
+            if overwrite is not None:
+                writers[key] = loss.loss_id
             tree, clean = widen_tree(tree), loss.clean
             if key in total:
                 tree = jax.tree.map(jnp.add, total[key][0], tree)

@@ -13,9 +13,9 @@ from jaxtyping import PyTree
 
 from jamp._core import groups
 from jamp._core.dtypes import FLOAT32
-from jamp._core.show import short_repr
+from jamp._core.show import kind, short_repr
 from jamp._core.tree import is_overwritten, path_parts
-from jamp._policy.options import InitOptions, hint
+from jamp._policy.options import InitOptions, elsewhere, hint
 from jamp.optimizers._masters import ALREADY_WRAPPED, MasterWeights
 
 ARRAY_LIKE = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
@@ -33,9 +33,14 @@ def check_containers(params: PyTree, tx: Any) -> None:
     """Raises unless `params` contain arrays, and `tx` has the same container."""
     if any(cls.__module__ == "flax.nnx.module" for cls in type(params).__mro__):
         raise TypeError(
-            f"params is an nnx.Module, a {type(params).__name__}. Write "
+            f"params is an nnx.Module, {kind(params)}. Write "
             "`model, optimizer = jamp.nnx.initialize(model, tx, opt_level)`."
         )
+    if any(map(groups.is_transformation, (params, *_entries(params)))):
+        swapped = "params and tx are swapped"
+        if tx is None or groups.is_transformation(tx):
+            swapped = "params are an optax transformation"
+        raise TypeError(f"{swapped}: write `jamp.initialize(params, tx, opt_level)`.")
     if not jax.tree.leaves(params):
         raise ValueError(
             f"params hold no arrays: got {short_repr(params)}. Pass the params, "
@@ -58,7 +63,7 @@ def check_containers(params: PyTree, tx: Any) -> None:
         where = f"params{jax.tree_util.keystr(path)}"
         if is_state(leaf):
             raise TypeError(
-                f"{where} is a {type(leaf).__name__}. Pass float32 params: "
+                f"{where} is {kind(leaf)}. Pass float32 params: "
                 "state.params, or jamp.master_params(state) of an AmpState."
             )
         raise TypeError(
@@ -73,6 +78,11 @@ def check_containers(params: PyTree, tx: Any) -> None:
         raise TypeError(
             "tx must be an optax transformation, or a list, tuple or dict of them, "
             f"got {short_repr(tx)}."
+        )
+    if isinstance(tx, Mapping) and groups.SINGLE in tx:
+        raise ValueError(
+            f"tx has the key None, which names no group: got {kind_of(tx)}. Pass the "
+            "transformation itself for one group, or name each group with another key."
         )
     for entry in _entries(tx):
         if not groups.is_transformation(entry):
@@ -98,7 +108,7 @@ def check_apply_fn(apply_fn: Any) -> None:
     for fn in _entries(apply_fn) or [apply_fn]:
         if isinstance(fn, linen.Module):
             raise TypeError(
-                f"apply_fn is a {type(fn).__name__}, a Linen module: pass its method "
+                f"apply_fn is {kind(fn)}, a Linen module: pass its method "
                 "`apply`, as in `apply_fn=model.apply`."
             )
 
@@ -118,6 +128,8 @@ def check_fields(
         if name in own:
             raise TypeError(f"initialize cannot take {name!r}, which it sets itself.")
         if name not in declared:
+            if place := elsewhere(name):
+                raise TypeError(f"initialize got an unknown keyword {name!r}.{place}")
             module = "jamp." if state_class is base else ""
             raise TypeError(
                 f"initialize got an unknown keyword {name!r}."
@@ -138,7 +150,7 @@ def kind_of(container: object) -> str:
     if isinstance(container, Mapping):
         return f"a dict with the keys {list(container)}"
     if isinstance(container, list | tuple):
-        return f"a {type(container).__name__} of length {len(container)}"
+        return f"{kind(container)} of length {len(container)}"
     return f"one {type(container).__name__}"
 
 

@@ -56,9 +56,9 @@ def initialize(
     | O1 | float32, autocast to float16 | float32 | dynamic |
     | O2 | float16, BatchNorm float32 | float32 masters | dynamic |
     | O3 | float16 | float32, no masters | 1 |
-    | O4 | float32, autocast to bfloat16 | float32 | 1 |
-    | O5 | bfloat16, BatchNorm float32 | float32 masters | 1 |
-    | O6 | as O5, large matmuls in fp8 | float32 masters | 1 |
+    | O4 | float32, autocast to bfloat16 | float32 | 1, checked |
+    | O5 | bfloat16, BatchNorm float32 | float32 masters | 1, checked |
+    | O6 | as O5, large matmuls in fp8 | float32 masters | 1, checked |
 
     Every override that is not None replaces the level's value. The state has copies of
     your arrays, so donating it does not delete them. `initialize` works under `jit` and
@@ -88,7 +88,9 @@ def initialize(
         fp8: whether large matmuls of weights run in fp8, by default only at O6; a
             `jamp.Fp8` selects them. Not at O0.
         loss_scale: "dynamic", a number (also as a string), or a rule such as
-            `jamp.DynamicLossScale(window=500)`.
+            `jamp.DynamicLossScale(window=500)`. A number checks nothing; the default
+            of O4, O5 and O6, `jamp.StaticLossScale(1.0, check=True)`, skips a step
+            whose gradients are not finite.
         cast_model_outputs: dtype of the model's outputs.
         num_losses: the number of losses, each with its own scale. 1 by default.
         verbosity: 1, the default, prints one line on process 0; 2 prints apex's report;
@@ -221,17 +223,17 @@ def _rules(
     is_integer = isinstance(num_losses, Integral) and not isinstance(num_losses, bool)
     if not is_integer or num_losses < 1:
         raise ValueError(f"num_losses must be a positive integer, got {num_losses!r}.")
-    scale = properties.loss_scale
+    rule = loss_scale_rule(properties.loss_scale, min_loss_scale, max_loss_scale)
     limits = {"min": min_loss_scale, "max": max_loss_scale}
     for end, value in limits.items():
         is_given = value != getattr(DynamicLossScale, f"{end}_scale")  # the default
-        if is_given and scale != "dynamic" and properties.enabled:
+        if is_given and properties.loss_scale != "dynamic" and properties.enabled:
             warn(
-                f"{end}_loss_scale={value} has no effect: the loss scale is {scale!r}. "
+                f"{end}_loss_scale={value} has no effect: the loss scale is {rule}. "
                 f"Pass loss_scale='dynamic', or {end}_scale to the rule.",
                 UnusedOptionWarning,
             )
-    return (loss_scale_rule(scale, min_loss_scale, max_loss_scale),) * num_losses
+    return (rule,) * num_losses
 
 
 def _print(state: AmpState, verbosity: int) -> None:

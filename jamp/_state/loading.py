@@ -142,9 +142,8 @@ def from_state_dict(state: Any, state_dict: dict[str, Any]) -> Any:
         "Restore into a state that jamp.initialize made with the same options. "
         "jamp.to_checkpoint makes a checkpoint for any opt level.",
     )
-    for i, rule in enumerate(state.loss_scale_rules):
-        scale_state = state_dict["loss_scales"][str(i)]
-        check_scale_state(f"loss_scales/{i}", scale_state, rule)
+    for i, scale_state in state_dict["loss_scales"].items():
+        check_scale_state(f"loss_scales/{i}", scale_state)
     check_counters(state_dict)
     fields = {
         k: from_names(getattr(state, k), state_dict.get(k)) for k in array_fields(state)

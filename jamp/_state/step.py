@@ -12,6 +12,7 @@ from jaxtyping import ArrayLike, PyTree
 from jamp._core import groups
 from jamp._core.devices import moves_constants
 from jamp._core.groups import HasGroups, Key
+from jamp._core.show import kind
 from jamp._core.tree import split_overwrite, trained_params, with_trained
 from jamp._scaling.unscaled import still_scaled
 from jamp._state.skip import Flag, keep_on_skip
@@ -25,7 +26,7 @@ _NO_UPDATE_ARGS = (
     "jamp.closure(loss_fn)(state, ...)}}`."
 )
 _NO_MASTERS = (
-    "state.opt_state is a {}, but at this opt level it must be a MasterWeightsState, "
+    "state.opt_state is {}, but at this opt level it must be a MasterWeightsState, "
     "which has the masters. For another optimizer, write `state.replace(tx=tx)"
     ".load_params(state.params, reset_optimizer=True)`. For another state of this "
     "optimizer, write `state.opt_state._replace(inner_state=...)`."
@@ -64,7 +65,7 @@ class Group(NamedTuple):
         """Raises if the optimizer keeps masters, but its state has none."""
         kept = isinstance(self.opt_state, masters.MasterWeightsState)
         if isinstance(self.tx, masters.MasterWeights) and not kept:
-            raise TypeError(_NO_MASTERS.format(type(self.opt_state).__name__))
+            raise TypeError(_NO_MASTERS.format(kind(self.opt_state)))
 
     def with_weights(
         self, weights: PyTree, inner_state: PyTree, overwrite: PyTree = None

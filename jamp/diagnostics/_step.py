@@ -51,6 +51,11 @@ def function_first[**P, T](fn: Callable[P, T]) -> Callable[P, T]:
                 f"jamp.diagnostics.{name} takes a function and options, got ({given}). "
                 f"Write {_call_of(name)}."
             )
+        if "has_aux" in kwargs:
+            raise TypeError(
+                f"jamp.diagnostics.{name} has no has_aux: it recognizes a loss "
+                f"function that returns (loss, aux). Write {_call_of(name)}."
+            )
         return fn(*args, **kwargs)
 
     return checked

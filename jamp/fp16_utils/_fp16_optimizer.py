@@ -185,14 +185,19 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         if grads is None and state.master_grads is not None:
             grads = _zeros(state.params)
         fresh = rules.unscale_tree(_needed(grads), state.loss_scale)
-        overflow = state.overflow
-        if self.rule.check:
-            overflow |= ~self._are_finite(fresh)
+        finite = self._are_finite(fresh) if self.rule.check else jnp.asarray(True)
+        if self._unscales_in_step:  # one update for all passes since `zero_grad`
+            finite &= ~state.overflow
+        before = state.loss_scaler
+        # `step` counts the skips, because a step may have several passes.
+        moved = self.rule.update(before, finite)._replace(
+            consecutive_skips=before.consecutive_skips
+        )
         return state.replace(
             model_grads=None,
             master_grads=_add(state.master_grads, fresh),
-            overflow=overflow,
-            loss_scaler=self.rule.update(state.loss_scaler, ~overflow),
+            overflow=state.overflow | ~finite,
+            loss_scaler=moved,
         )
 
     def _are_finite(self, grads: PyTree) -> Bool[Array, ""]:
@@ -229,12 +234,15 @@ class FP16_Optimizer:  # noqa: N801, apex's name
                 return value, _needed(there.master_grads)
 
             update_args["value_fn"] = with_gradient(value_and_grad)
-        if self._unscales_in_step:
+        elif self._unscales_in_step:
             state = self.update_master_grads(state)
         grads, clean = _needed(state.master_grads), True
         if self.rule.check:
-            _say(state.overflow, "Gradient overflow. ", state.loss_scale)
+            self._say(state, "Gradient overflow. ")
             clean = ~state.overflow
+            skips = rules.count_skips(state.loss_scaler, clean)
+            scaler = state.loss_scaler._replace(consecutive_skips=skips)
+            state = state.replace(loss_scaler=scaler)
         group = step(self._group(state), grads, clean=clean, update_args=update_args)
         state = state.replace(params=group.params, opt_state=group.opt_state)
         return state if closure is None else (loss, state)
@@ -248,13 +256,28 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         if trees.is_traced(carry[1].overflow):
             return jax.lax.while_loop(goes_on, again, carry)
         while goes_on(carry):
-            _say(True, "OVERFLOW within closure!", carry[1].loss_scale)
+            self._say(carry[1], "OVERFLOW within closure!")
             carry = again(carry)
         return carry
+
+    def _say(self, state: FP16State, what: str) -> None:
+        """Prints apex's line on overflow, except under `jit`."""
+        overflow, scale = state.overflow, state.loss_scale
+        if trees.is_traced(overflow) or not overflow or jax.process_index() != 0:
+            return
+        does = "keeping loss scale"
+        if self.rule.moves:
+            at_floor = scale <= rules.lowest_scale(self.rule)
+            does = (
+                "loss scale at its floor of" if at_floor else "reducing loss scale to"
+            )
+        print(f"{what} Skipping step, {does} {scale}")
 
     def _call(self, closure: Closure, state: FP16State) -> tuple[Array, FP16State]:
         match closure(state):
             case (loss, FP16State() as state):
+                if self._unscales_in_step:
+                    state = self.update_master_grads(state)
                 return checked_loss(loss)[0], state
             case result:
                 raise TypeError(
@@ -360,9 +383,3 @@ def _needed[T](grads: T | None) -> T:
             "loss_fn, ...)` first."
         )
     return grads
-
-
-def _say(overflow: Bool[Array, ""] | bool, what: str, scale: Array) -> None:
-    """Prints apex's line on overflow, except under `jit`."""
-    if not trees.is_traced(overflow) and overflow and jax.process_index() == 0:
-        print(f"{what} Skipping step, reducing loss scale to {scale}")

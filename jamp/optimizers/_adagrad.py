@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
 from jamp.optimizers import _fused as fused
-from pallas_kernels import Blocks, Numbers
+from pallas_kernels import Blocks, Leaves, Numbers, Options
 
 
 class FusedAdagradState(NamedTuple):
@@ -77,8 +77,11 @@ class FusedAdagrad(fused.FusedRule):
     eps: ArrayLike = fused.number()
     adagrad_w_mode: bool
 
-    def numbers(self, count: fused.Count, *_: object) -> fused.Scalars:
-        rate = self.rate(count)
+    def numbers(
+        self, count: fused.Count, leaves: Leaves, options: Options
+    ) -> fused.Scalars:
+        del options
+        rate = self.rate(count, leaves.dtype)
         return {"rate": rate, "eps": self.eps, "decay": self.weight_decay}
 
     def formula(

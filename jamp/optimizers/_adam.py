@@ -126,9 +126,10 @@ class FusedAdam(fused.FusedRule):
     def numbers(
         self, count: fused.Count, leaves: Leaves, options: Options
     ) -> fused.Scalars:
-        del leaves, options
-        rate, c1 = self.rate(count), self.correction(self.b1, count)
-        root: ArrayLike = 1 / jnp.sqrt(self.correction(self.b2, count))
+        del options
+        dtype = leaves.dtype
+        rate, c1 = self.rate(count, dtype), self.correction(self.b1, count, dtype)
+        root: ArrayLike = 1 / jnp.sqrt(self.correction(self.b2, count, dtype))
         if self.legacy:  # the factor of the root also multiplies epsilon and the decay
             rate, c1, root = rate / (c1 * root), 1.0, 1.0
         return {

@@ -18,6 +18,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, PyTree
 
 from jamp._core.devices import moves_constants
 from jamp._core.dtypes import is_castable
+from jamp._core.show import kind
 from jamp._core.tree import check_like, path_parts
 from jamp.optimizers._hyperparameters import (
     Count as Count,
@@ -37,6 +38,7 @@ from pallas_kernels import (
     found_inf as found_inf_of,
     norm as norm_of,
     step,
+    width_of as width_of,
 )
 
 _REMEDY = "make it with the `init` of this optimizer, from these params."
@@ -96,7 +98,7 @@ class FusedRule(Hyperparameters, Rule):
         """
         raise NotImplementedError
 
-    def correction(self, b: ArrayLike, count: Count) -> Array | float:
+    def correction(self, b: ArrayLike, count: Count, dtype: DTypeLike) -> Array | float:
         """Returns 1 - b^t at step t = count + 1, or 1 without bias correction.
 
         It uses logarithms, because 1 - 0.999 in float32 has an error of 1e-5.
@@ -106,8 +108,8 @@ class FusedRule(Hyperparameters, Rule):
         if isinstance(b, int | float):
             log = math.log(b) if b > 0 else -math.inf
         else:
-            log = jnp.log(jnp.asarray(b, jnp.float32))
-        return -jnp.expm1((count.astype(jnp.float32) + 1) * log)
+            log = jnp.log(jnp.asarray(b, dtype))
+        return -jnp.expm1((count.astype(dtype) + 1) * log)
 
     def clipped(self, options: Options, grads: Sequence[Array]) -> Options:
         """Returns options whose `unscale` clips gradients by their norm.
@@ -121,8 +123,9 @@ class FusedRule(Hyperparameters, Rule):
         factor = self.clip_factor(norm_of(grads, options=options), most)
         if not is_number(most):
             factor = jnp.where(most == 0, 1, factor)
-        unscale = 1.0 if options.unscale is None else options.unscale
-        return options._replace(unscale=unscale * factor)
+        if options.unscale is not None:
+            factor = options.unscale * factor.astype(options.unscale.dtype)
+        return options._replace(unscale=factor)
 
     def clip_factor(self, norm: Float[Array, ""], most: ArrayLike) -> Array:
         """Returns the factor that limits the norm of the gradients to `most`."""
@@ -181,8 +184,8 @@ class FusedRule(Hyperparameters, Rule):
         params = structure.unflatten([weight.param for weight in weights])
         if not isinstance(state, self.state):
             raise TypeError(
-                f"{self.name}: the state must be a {self.state.__name__}, got a "
-                f"{type(state).__name__}: {_REMEDY}"
+                f"{self.name}: the state must be a {self.state.__name__}, got "
+                f"{kind(state)}: {_REMEDY}"
             )
         trees = {}
         for name, tree in zip(state._fields[1:], state[1:], strict=True):
@@ -191,12 +194,20 @@ class FusedRule(Hyperparameters, Rule):
             if name not in self.per_leaf:
                 check_like(tree, params, f"{self.name}: `state.{name}`", _REMEDY)
             trees[name] = structure.flatten_up_to(tree)
-        options = self.options(grad_scale, found_inf)
+        dtype = width_of([weight.param for weight in weights])
+        options = self.options(grad_scale, found_inf, dtype)
         if self.max_grad_norm is not None:
             options = self.clipped(options, grads)
-        leaves = Leaves(weights, grads, trees, self.decays(params))
+        leaves = Leaves(weights, grads, trees, self.decays(params), dtype)
         numbers: dict[str, Any] = {**self.numbers(state.count, leaves, options)}
-        new = {name: list(numbers.pop(name)) for name in trees if name in numbers}
+        new = {
+            name: [
+                x.astype(old.dtype)
+                for x, old in zip(numbers.pop(name), trees[name], strict=True)
+            ]
+            for name in trees
+            if name in numbers
+        }
         leaves = leaves._replace(moments={n: trees[n] for n in trees if n not in new})
         how: Any = {"count": state.count, "salts": salts, "rounds": rounds}
         how["only_updates"] = only_updates

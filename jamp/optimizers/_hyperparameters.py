@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, Int, PyTree
 from typing_extensions import TypeIs
 
@@ -68,17 +69,20 @@ class Hyperparameters:
         text = f"{self.name}: {name} must be a number, got {short_repr(value)}."
         return TypeError(text)
 
-    def rate(self, count: Count) -> Float[Array, ""]:
+    def rate(self, count: Count, dtype: DTypeLike) -> Float[Array, ""]:
         """Returns the learning rate of the step after `count` steps."""
         rate = self.learning_rate
         if callable(rate):
             rate = rate(count)
             if not is_one(rate):
                 raise self._not_one("the result of the schedule", rate)
-        return jnp.asarray(rate, jnp.float32)
+        return jnp.asarray(rate, dtype)
 
     def options(
-        self, grad_scale: ArrayLike | None = None, found_inf: ArrayLike | None = None
+        self,
+        grad_scale: ArrayLike | None = None,
+        found_inf: ArrayLike | None = None,
+        dtype: DTypeLike = "float32",
     ) -> Options:
         """Returns the options of kernels for gradients that have a scale."""
         for name, value in (("grad_scale", grad_scale), ("found_inf", found_inf)):
@@ -86,7 +90,7 @@ class Hyperparameters:
                 raise self._not_one(name, value)
         unscale = skip = None
         if grad_scale is not None:
-            unscale = 1 / jnp.asarray(grad_scale, jnp.float32)
+            unscale = 1 / jnp.asarray(grad_scale, dtype)
         if found_inf is not None:
             skip = jnp.asarray(found_inf).astype(bool)
         return Options(unscale, skip, self.backend, self.shardings)

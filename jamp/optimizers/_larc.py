@@ -127,7 +127,8 @@ class _LARC(fused.Hyperparameters):
     ) -> tuple[PyTree, Any]:
         """Implements optax's `update`."""
         fused.check_step(self.name, updates, params)
-        options, inner = self.options(grad_scale, found_inf), self.inner
+        dtype = fused.width_of(jax.tree.leaves(params))
+        options, inner = self.options(grad_scale, found_inf, dtype), self.inner
         grads = jax.tree.map(widen, updates)
         if (unscale := options.unscale) is not None:
             grads = jax.tree.map(lambda g: g * unscale.astype(g.dtype), grads)
@@ -155,7 +156,7 @@ class _LARC(fused.Hyperparameters):
         decay = jnp.where(decays, self.weight_decay, 0)
         ratio = self.trust_coefficient * w / (g + w * decay + self.eps)
         if self.clip:
-            eta = self.rate(count)
+            eta = self.rate(count, ratio.dtype)
             ratio = jnp.minimum(jnp.where(eta == 0, 1, ratio / eta), 1)
         adapts = (g != 0) & (w != 0)
         ratio, decay = jnp.where(adapts, ratio, 1), jnp.where(adapts, decay, 0)

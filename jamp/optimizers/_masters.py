@@ -36,6 +36,22 @@ class MasterWeightsState(NamedTuple):
     masters: PyTree
     inner_state: Any
 
+    def __getitem__(self, index: Any) -> Any:
+        """Raises, because an index means the wrapped state, as without masters."""
+        raise TypeError(
+            f"[{index!r}] of a MasterWeightsState, which has the fields masters and "
+            f"inner_state. The optimizer's own state is in `opt_state.inner_state`: "
+            f"write `state.opt_state.inner_state[{index!r}]`."
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        """Raises, and names the place of the wrapped state's fields."""
+        raise AttributeError(
+            f"A MasterWeightsState has no {name!r}. The optimizer's own state is in "
+            f"`opt_state.inner_state`; `optax.tree.get(state, {name!r})` finds a field "
+            "at every opt level."
+        )
+
 
 class MasterWeights(Transformation):
     """The result of `master_weights`: optax's pair, with the wrapped transformation."""

@@ -123,31 +123,34 @@ class FusedNovoGrad(fused.FusedRule):
     init_zero: bool
 
     def moments(self, params: PyTree) -> tuple[PyTree, ...]:
-        norms = jax.tree.map(lambda _: jnp.zeros((), jnp.float32), params)
+        norms = jax.tree.map(lambda p: jnp.zeros((), fused.width_of([p])), params)
         return self.zeros(params), norms
 
     def numbers(
         self, count: fused.Count, leaves: Leaves, options: Options
     ) -> fused.Scalars:
         norms = leaves.moments["nu"]
-        old = jnp.stack(norms) if norms else jnp.zeros(0)
+        old = jnp.zeros(0)
+        if norms:
+            old = jnp.stack([x.astype(leaves.dtype) for x in norms])
         order = 2 if self.norm_type == 2 else math.inf
         new = norm(leaves.grads, order, per_leaf=True, options=options)
+        new = new.astype(leaves.dtype)
         begun = old if self.init_zero else jnp.where(count == 0, new, old)
         if self.norm_type == 2:
             blended = jnp.sqrt(self.b2 * begun**2 + (1 - self.b2) * new**2)
         else:
             blended = self.b2 * begun + (1 - self.b2) * new
-        root = jnp.sqrt(jnp.asarray(self.correction(self.b2, count)))
+        root = jnp.sqrt(jnp.asarray(self.correction(self.b2, count, leaves.dtype)))
         denominators = blended / root + self.eps
         if options.skip is not None:
             blended = jnp.where(options.skip, old, blended)
         return {
-            "rate": self.rate(count),
+            "rate": self.rate(count, leaves.dtype),
             "b1": self.b1,
             "b3": 1 - self.b1 if self.grad_averaging else 1.0,
             "decay": self.weight_decay,
-            "c1": self.correction(self.b1, count),
+            "c1": self.correction(self.b1, count, leaves.dtype),
             "norm": denominators,
             "nu": blended,
         }

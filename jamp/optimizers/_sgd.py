@@ -115,7 +115,7 @@ class FusedSGD(fused.FusedRule):
         if not fused.is_zero(self.dampening):
             undampened = jnp.where(count == 0, 1, 1 - self.dampening)
         return {
-            "rate": self.rate(count),
+            "rate": self.rate(count, leaves.dtype),
             "momentum": self.momentum,
             "undampened": undampened,
             "decay": self.weight_decay,

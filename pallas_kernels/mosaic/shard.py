@@ -39,6 +39,8 @@ def run_in_mosaic(
     strides = [strides_of(next(iter(leaf.values())).shape) for leaf in leaves]
 
     def on_one_device(members, leaves, packed, table, keys):
+        # Kernels compute in float32. XLA steps float64 leaves.
+        rows = None if table is None else table.astype(jnp.float32)
         fitting = [k for k in members if fits(leaves[k])]
         parts = []
         for kind in kinds(fitting, leaves, tags):
@@ -46,9 +48,11 @@ def run_in_mosaic(
             sizes = [size_of(leaves[k]) for k in kind]
             for chunk in chunks(sizes, len(leaves[kind[0]])):
                 ks = [kind[c] for c in chunk]
-                per_leaf = [x if x is None else x[jnp.array(ks)] for x in (table, keys)]
+                per_leaf = [x if x is None else x[jnp.array(ks)] for x in (rows, keys)]
                 given, of = [dict(leaves[k]) for k in ks], tuple(strides[k] for k in ks)
-                blocks, values = launch(work, of, given, packed, *per_leaf)
+                scalars = packed.astype(jnp.float32)
+                blocks, values = launch(work, of, given, scalars, *per_leaf)
+                values = {name: x.astype(packed.dtype) for name, x in values.items()}
                 parts.append((dict(zip(ks, blocks, strict=True)), values))
         if rest := [k for k in members if k not in set(fitting)]:
             how = job, names, tags, True, rest, leaves

@@ -94,6 +94,16 @@ def test_all_states_come_back_through_orbax_and_typed_keys_too(tmp_path):
             assert_same_bits(checkpointer.restore(tmp_path / "states", like), states)
 
 
+def test_a_donated_state_takes_its_checkpoint_with_it():
+    state = trained()
+    checkpoint = jamp.to_checkpoint(state)
+    copied = jax.tree.map(jnp.copy, checkpoint)
+    jax.jit(lambda state: state, donate_argnums=0)(state)
+    assert checkpoint["params"]["dense"]["kernel"].is_deleted()
+    restored = jamp.from_checkpoint(trained(), copied)
+    assert_same_bits(jamp.to_checkpoint(restored)["params"], copied["params"])
+
+
 def test_the_state_dict_holds_masters_scale_and_counters_by_name():
     # apex_semantics 6.8: apex's checkpoints have no masters.
     state = made("O2")

@@ -6,9 +6,20 @@ import numpy as np
 import optax
 import pytest
 
+import jamp
 from jamp.fp16_utils import FlatFP16_Optimizer
 from jamp.optimizers import fused_adam, fused_sgd
-from tests.fp16_utils.fp16 import BF16, F32, cut_down, data, group, like, steps
+from tests.fp16_utils.fp16 import (
+    BF16,
+    F32,
+    cut_down,
+    data,
+    group,
+    in_groups,
+    like,
+    run,
+    steps,
+)
 from tests.optimizers.fused import update
 from tests.oracles.fp16_optimizer import DynamicLossScaler
 from tests.support.bits import assert_same_bits
@@ -122,6 +133,76 @@ def test_a_skip_leaves_every_bit_with_a_static_scale_too(dynamic, bad):
     assert step(after).loss_scale == after.loss_scale / (1 + dynamic)
     clean = step(optimizer.backward(optimizer.zero_grad(after), dot, good)[1])
     assert not clean.overflow
+
+
+@pytest.mark.parametrize("passes", [1, 2, 3])
+def test_it_is_ampstate_of_the_summed_gradients_with_overflows_in_any_pass(passes):
+    trees = {"kernel": jnp.arange(6, dtype=F32) / 8}
+    bad = (0, 3, 4, 5, 6, 19, 22)
+    xs = in_groups(data(12 * passes, bad, tree=trees), passes)
+    rule = jamp.DynamicLossScale(2.0**16, 2.0, 1000, 1.0, None)
+    amp = jamp.initialize(trees, adam(), "O2", loss_scale=rule, verbosity=0)
+
+    def amp_step(state, xs):
+        grads = [jamp.scaled_grad(dot)(state, x) for x in xs]
+        total = jax.tree.map(lambda *g: sum(g), *grads)
+        state = state.apply_gradients(grads=total)
+        return state, state
+
+    theirs = run(amp_step, amp, xs)
+    half = jax.tree.map(lambda p: p.astype(jnp.float16), trees)
+    optimizer = cut_down(adam())
+    start, flat_xs = optimizer.init(half), [x for group in xs for x in group]
+    mine = steps(optimizer, start, flat_xs, passes=passes)
+    for a, b in zip(mine, theirs, strict=True):
+        assert_same_bits(
+            (a.params, a.loss_scaler, a.overflow),
+            (b.params, b.loss_scales[0], b.last_step_skipped),
+        )
+
+
+@pytest.mark.parametrize("where", ["eager", "jit"])
+def test_a_closure_is_called_until_its_gradients_are_finite(where, capsys):
+    optimizer, tree, calls = cut_down(adam()), group(), []
+    start, x = optimizer.init(tree), like(2.0, tree)
+
+    def counted(p, x):
+        jax.debug.callback(lambda _: calls.append(1), x["scale"])
+        return dot(p, x)
+
+    def step(state, x):
+        def closure(state):
+            return optimizer.backward(optimizer.zero_grad(state), counted, x)
+
+        return optimizer.step(state, closure)
+
+    loss, state = (jax.jit(step) if where == "jit" else step)(start, x)
+    jax.effects_barrier()
+    assert (state.loss_scale, len(calls), state.overflow) == (2.0**14, 3, False)
+    line = "OVERFLOW within closure! Skipping step, reducing loss scale to {}\n"
+    printed = line.format(2.0**15) + line.format(2.0**14)
+    assert capsys.readouterr().out == (printed if where == "eager" else "")
+    fitting = optimizer.set_loss_scale(start, 2.0**14)
+    _, wanted = optimizer.backward(fitting, dot, x)
+    wanted = jax.jit(optimizer.step)(wanted)
+    assert_same_bits((state.params, state.opt_state), (wanted.params, wanted.opt_state))
+    assert loss == dot(tree, x)
+    # Plain calls go on after it.
+    _, after = optimizer.backward(optimizer.zero_grad(state), dot, like(0.1, tree))
+    assert not optimizer.step(after).overflow
+
+
+def test_a_closure_that_overflows_under_a_static_scale_skips_once():
+    optimizer, tree = cut_down(dynamic_loss_scale=False), group()
+    start = optimizer.init(tree)
+
+    def closure(state):
+        state = optimizer.zero_grad(state)
+        return optimizer.backward(state, dot, like(np.inf, tree))
+
+    _, state = jax.jit(lambda state: optimizer.step(state, closure))(start)
+    assert state.overflow and state.loss_scaler.consecutive_skips == 1
+    assert_same_bits((state.params, state.opt_state), (start.params, start.opt_state))
 
 
 def test_a_norm_beyond_float32_is_an_overflow():

@@ -1,6 +1,7 @@
 """Test fp16_utils.FP16_Optimizer against float64, and against AmpState bit for bit."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,7 @@ def assert_as_amp(optimizer, rule, xs, where="jit", passes=1):
     options = {"keep_fp32": "norm", "loss_scale": rule, "verbosity": 0}
     masters = jax.tree.map(lambda p: p.astype(F32), params())
     amp = jamp.initialize(masters, optimizer.optimizer.inner, "O2", **options)
-    theirs = run(amp_step, amp, in_groups(xs, passes))
+    theirs = run(amp_step, amp, in_groups(xs, passes), where)
     mine = steps(optimizer, optimizer.init(params()), xs, where, passes)
     for a, b in zip(mine, theirs, strict=True):
         assert_same_bits(
@@ -82,7 +83,20 @@ def test_two_backward_passes_give_the_sum_for_half_and_fp32_params(
     assert last.loss_scale == 2.0 ** (16 + growths)
 
 
-@pytest.mark.parametrize("bad, scale", [((0,), 14), ((1,), 15), ((0, 1), 14)])
+@pytest.mark.parametrize("where, passes", [("jit", 2), ("scan", 3)])
+@pytest.mark.parametrize("window", [4, 5])
+def test_it_is_ampstate_with_overflows_in_any_pass(where, passes, window):
+    # Each pattern of overflows in two steps of two passes, and six clean passes.
+    patterns = [x for p in itertools.product([0, 1], repeat=4) for x in (*p, *[0] * 6)]
+    bad = tuple(np.flatnonzero(patterns).tolist())
+    patterns = patterns[: len(patterns) // passes * passes]
+    xs, rule = data(len(patterns), bad), jamp.DynamicLossScale(window=window)
+    seen = assert_as_amp(make(window=window), rule, xs, where, passes)
+    assert max(state.loss_scaler.consecutive_skips for state in seen) == 2
+    assert len({float(state.loss_scale) for state in seen}) > 4
+
+
+@pytest.mark.parametrize("bad, scale", [((0,), 15), ((1,), 15), ((0, 1), 14)])
 def test_an_overflow_in_one_of_two_backward_passes_skips(bad, scale):
     optimizer, xs = make(), data(4, bad)
     start = optimizer.init(params())
@@ -186,6 +200,7 @@ def step_with(optimizer, loss_fn, where="jit"):
 
 
 SKIPPED = "Gradient overflow.  Skipping step, reducing loss scale to {}\n"
+AT_FLOOR = "Gradient overflow.  Skipping step, loss scale at its floor of {}\n"
 IN_CLOSURE = "OVERFLOW within closure! Skipping step, reducing loss scale to {}\n"
 
 
@@ -216,7 +231,7 @@ def test_a_closure_that_overflows_at_the_floor_is_given_up(where, capsys):
     assert state.overflow
     assert state.loss_scale == 2.0**14
     assert_same_bits((state.params, state.opt_state), (start.params, start.opt_state))
-    printed = IN_CLOSURE.format(2.0**15) + SKIPPED.format(2.0**14)
+    printed = IN_CLOSURE.format(2.0**15) + AT_FLOOR.format(2.0**14)
     assert capsys.readouterr().out == (printed if where == "eager" else "")
     _, state = step(state, data(1)[0])
     assert not state.overflow

@@ -20,6 +20,7 @@ from tests.optimizers.fused import (
     tree,
     update,
 )
+from tests.oracles import fused as oracle
 from tests.support.bits import assert_rounded_alike, assert_same_bits
 
 
@@ -74,6 +75,36 @@ def test_float64_leaves_are_stepped_in_float64(name):
                 assert moments is None or moments["wide"].dtype == jnp.float64
             # The masters are float64 too.
             np.testing.assert_array_equal(state.masters["wide"], wide + added)
+
+
+@pytest.mark.standard_promotion
+@each_bare
+@pytest.mark.parametrize("scale", [None, 3.0])
+def test_float64_leaves_match_the_oracle_to_float64(name, scale):
+    rng = np.random.default_rng(0)
+    options = OPTIMIZERS[name][1]
+    for kind in ("number", "schedule", "clipped"):
+        if kind == "schedule":
+            rate = options["learning_rate"]
+            schedule = lambda count, rate=rate: rate / (1 + count)  # noqa: E731
+            options = options | {"learning_rate": schedule}
+        if kind == "clipped":
+            if name not in ("adam", "lamb"):
+                continue
+            options = options | {"max_grad_norm": 0.3}
+        start = [rng.normal(size=shape) for shape in ((3, 2), (5,))]
+        grads = [[rng.normal(size=x.shape) for x in start] for _ in range(8)]
+        wanted = getattr(oracle, f"fused_{name}")(start, grads, **options)
+        with jax.enable_x64(True):
+            tx, params = fresh(name, **options), [*map(jnp.asarray, start)]
+            state, step = tx.init(params), jax.jit(tx.update)
+            how = {} if scale is None else {"grad_scale": jnp.float32(scale)}
+            for gs, leaves in zip(grads, wanted, strict=True):
+                gs = [jnp.asarray(g) * (scale or 1) for g in gs]
+                updates, state = step(gs, state, params, **how)
+                params = optax.apply_updates(params, updates)
+                for got, right in zip(params, leaves.params, strict=True):
+                    np.testing.assert_allclose(got, right, rtol=1e-13, atol=1e-13)
 
 
 @each

@@ -18,15 +18,15 @@ FP8 = jamp.Fp8(keep="head", grad_weight=False, smallest=256)
 LISTS, RULE = jamp.AutocastLists(), jamp.DynamicLossScale(window=7)
 
 # apex_semantics 1.2, columns O4 and O5 from ROCm's fork: model and autocast dtypes,
-# keep_batchnorm_fp32, master_weights, loss_scale.
+# keep_batchnorm_fp32, master_weights, loss_scale. None is a scale of 1 that checks.
 DEFAULTS = {
     "O0": (F32, None, None, False, 1.0),
     "O1": (None, F16, None, None, "dynamic"),
     "O2": (F16, None, True, True, "dynamic"),
     "O3": (F16, None, False, False, 1.0),
-    "O4": (None, BF16, None, None, 1.0),
-    "O5": (BF16, None, True, True, 1.0),
-    "O6": (BF16, None, True, True, 1.0),
+    "O4": (None, BF16, None, None, None),
+    "O5": (BF16, None, True, True, None),
+    "O6": (BF16, None, True, True, None),
 }
 LEVELS = tuple(DEFAULTS)
 AUTOCAST = ("O1", "O4")

@@ -77,8 +77,9 @@ def test_a_donated_state_is_updated_in_place(level):
     amp = amp_program(level)
     leaves = jax.tree.leaves(amp_state(level))
     held = sum(x.size * x.dtype.itemsize for x in leaves)
-    # The step does not read the byte `last_step_skipped`, so JAX drops it.
-    assert amp.aliased_bytes == held - 1
+    # The step does not read the byte `last_step_skipped`, so JAX drops it. Under a
+    # dynamic scale, it does not read `hysteresis` either.
+    assert amp.aliased_bytes == held - {"O0": 1, "O2": 5}[level]
     assert max(amp.copies, default=0) < 2**16
 
 

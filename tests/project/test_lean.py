@@ -28,7 +28,8 @@ BOUNDS = {
     "widest": Bound(1.05, 1.05),
     "narrowest": Bound(1.02, 1.02),
     "O2": Bound(1.02, 1.02, 1.02),
-    "O5": Bound(1.02, 1.02, 1.02),
+    # It checks the gradients, and the model by hand does not (ViT: 334 for 307).
+    "O5": Bound(1.02, 1.02, 1.1),
     # Each quantized tensor adds a few kernels. Measured: at most 1.07, 0.98 and 2.10.
     "O6": Bound(1.10, 1.02, 2.2),
     **dict.fromkeys(lean.FUSED, Bound(1.003, 1.003, 1.0)),
@@ -109,10 +110,11 @@ REST = more("BUDGETS", (case for case in ALL if case not in SAMPLE))
 
 @pytest.mark.h200
 @pytest.mark.parametrize("name", more("BUDGETS", ["gpt2"]))
-def test_a_dynamic_scale_adds_few_bytes_and_kernels(name):
-    scaled, unscaled = (lean.measure(name, mode, True) for mode in ("O2", "O5"))
-    found = scaled.over(unscaled)
-    assert found.traffic <= 1.03 and found.kernels <= 1.08, found
+def test_a_check_and_a_dynamic_scale_add_few_bytes_and_kernels(name):
+    modes = ("O2", "O5", "unchecked O5")
+    scaled, checked, unchecked = (lean.measure(name, mode, True) for mode in modes)
+    for found in (scaled.over(unchecked), checked.over(unchecked)):
+        assert found.traffic <= 1.03 and found.kernels <= 1.08, found
 
 
 def assert_lean(name: str, mode: str, bound: Bound, on_tpu: bool = False) -> None:

@@ -9,7 +9,9 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import serialization
 from hypothesis import given, settings, strategies as st
 
 import jamp
@@ -129,6 +131,55 @@ def test_scale_doubles_on_the_2000th_clean_step():
     scales, unskipped = (x[around] for x in states[:2])
     assert scales.tolist() == [2.0**16, 2.0**17, 2.0**17, 2.0**18]
     assert unskipped.tolist() == [1999, 0, 1999, 0]
+
+
+@pytest.mark.parametrize("before", [1, 2, 4])
+@pytest.mark.parametrize("skipped", [0, 1, 2, 3])
+def test_hysteresis_counts_the_row_of_overflows_whatever_rule_began_it(before, skipped):
+    row = [True] + [False] * skipped
+    old, new = (jamp.DynamicLossScale(hysteresis=n) for n in (before, 3))
+    start = advance(old, row)
+    for total in range(skipped + 1, 6):
+        after = advance(new, [False] * (total - skipped), start)
+        falls = max(total - max(skipped, 2), 0)  # from the third overflow on
+        assert after.scale == start.scale / 2.0**falls
+
+
+def test_hysteresis_holds_after_replace_and_across_checkpoints():
+    make = functools.partial(jamp.initialize, jnp.ones(2), optax.sgd(1.0), "O2")
+    one, four = (jamp.DynamicLossScale(hysteresis=n) for n in (1, 4))
+    first, target = (make(loss_scale=rule, verbosity=0) for rule in (one, four))
+    bad = jnp.full(2, jnp.inf)
+    overflowed = first.apply_gradients(grads=bad)
+    for state, left in ((first, 4), (overflowed, 3)):
+        checkpoint = jamp.to_checkpoint(state)
+        flax = serialization.to_state_dict(state)
+        for now in (
+            state.replace(loss_scale_rules=(four,)),
+            jamp.from_checkpoint(target, checkpoint),
+            serialization.from_state_dict(target, flax),
+        ):
+            scale = now.loss_scale
+            for skips in range(left):
+                assert now.loss_scale == scale, skips
+                now = now.apply_gradients(grads=bad)
+            assert now.loss_scale == scale / 2
+    # A rule with a smaller hysteresis accepts a larger count.
+    back = jamp.from_checkpoint(first, jamp.to_checkpoint(target))
+    assert back.apply_gradients(grads=bad).loss_scale == 2.0**15
+
+
+def test_a_loss_that_always_overflows_lowers_a_shared_scale_despite_hysteresis():
+    rule = jamp.DynamicLossScale(hysteresis=3)
+    state = jamp.initialize(
+        jnp.ones(2), optax.sgd(1.0), "O2", loss_scale=rule, verbosity=0
+    )
+    bad, good = jnp.full(2, jnp.inf), jnp.zeros(2)
+    scales = []
+    for _ in range(4):
+        state = state.apply_gradients(grads=(bad, good), loss_id=(0, 0))
+        scales.append(float(state.loss_scale))
+    assert scales == [2.0**16, 2.0**16, 2.0**15, 2.0**14]
 
 
 def test_counter_still_resets_at_the_ceiling():

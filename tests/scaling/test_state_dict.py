@@ -1,6 +1,7 @@
 """Test `state_dict`, `load_state_dict` and `check`."""
 
 import collections
+import contextlib
 import json
 import re
 
@@ -275,3 +276,21 @@ def test_it_prints_skips_as_apex_does(capsys):
         assert capsys.readouterr().out == ""
     jamp.check(step(state, np.inf), verbosity=0)
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("rule", "scale"),
+    [
+        (jamp.DynamicLossScale(hysteresis=2), 65536.0),
+        (jamp.DynamicLossScale(8.0, min_scale=8.0, hysteresis=2), 8.0),
+        (jamp.StaticLossScale(1.0, check=True), 1.0),
+    ],
+)
+def test_it_says_reducing_only_if_the_scale_fell(rule, scale, capsys):
+    state = make(loss_scale=rule)
+    jamp.check(state)
+    capsys.readouterr()
+    with contextlib.suppress(FloatingPointError):  # at its floor
+        jamp.check(step(state, np.inf))
+    line = f"Skipping step, loss scaler 0 keeping loss scale {scale}\n"
+    assert capsys.readouterr().out == f"Gradient overflow.  {line}"

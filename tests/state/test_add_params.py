@@ -131,6 +131,27 @@ def test_new_groups_start_like_in_a_separate_state(pack):
     assert (after.skipped_steps[a], after.tx[b]) == (1, fresh.tx)
 
 
+@pytest.mark.parametrize("pack", [list, tuple])
+def test_rules_see_the_paths_that_initialize_sees(pack):
+    tree, bn = {"w": pair(1, 2)}, {"bn": {"scale": pair(1, 1)}}
+    groups = pack([tree | bn, tree | bn, tree | bn])
+    for rule in ("^0/", "^0/w|^1/w", lambda path, _: path.startswith("1/")):
+        for level in ("O2", "O5"):
+            every = make(level, groups, pack([SGD] * 3), keep_fp32=rule)
+            state = make(level, groups[:1], pack([SGD]), keep_fp32=rule)
+            state = state.add_params(groups[1:2], pack([SGD]))
+            state = state.add_params(groups[2:], pack([SGD]))
+            assert_same_bits(copy(state), copy(every))
+
+
+def test_statistics_of_the_state_identify_new_batchnorms_too():
+    bn, stats = {"scale": pair(1, 1)}, {"mean": pair(3), "var": pair(3)}
+    state = make("O2", {"bn": bn}, batch_stats={"bn": stats})
+    after = state.add_params({"bn_head": bn})
+    every = make("O2", {"bn": bn, "bn_head": bn}, batch_stats={"bn": stats})
+    assert_same_bits(copy(after.params), copy(every.params))
+
+
 LEAF = {"v": jnp.ones(2, jnp.float32)}
 
 

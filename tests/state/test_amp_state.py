@@ -71,6 +71,23 @@ def test_steps_match_float64_and_round_the_params(level):
     assert (state.step, state.skipped_steps) == (8, 0)
 
 
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("fused", [False, True])
+def test_float64_params_are_unscaled_and_stepped_in_float64(fused):
+    rng = np.random.default_rng(0)
+    start, x = rng.normal(size=5), rng.normal(size=5)
+    tx = fused_sgd(0.3) if fused else optax.sgd(np.float64(0.3))
+    with jax.enable_x64(True):
+        state = jamp.initialize(
+            {"w": jnp.asarray(start)}, tx, "O0", cast_model_type=False, loss_scale=3.0,
+            allow_incoming_model_not_fp32=True, verbosity=0,
+        )  # fmt: skip
+        loss = lambda p, x: (p["w"] * x).sum()  # noqa: E731
+        state = state.apply_gradients(grads=jamp.scaled_grad(loss)(state, x))
+        assert state.params["w"].dtype == np.float64
+        np.testing.assert_allclose(state.params["w"], start - 0.3 * x, rtol=1e-14)
+
+
 RATE_ONE = optax.sgd(1.0)
 # The start, the slopes of two steps at rate 1, and the master after each.
 ROUNDED = [
@@ -214,6 +231,37 @@ def test_a_static_scale_that_checks_skips_and_stays(level, tx):
         assert_skipped(after, state)
         assert (after.loss_scale, after.skipped_steps) == (4.0, 1)
         assert after.last_step_skipped
+
+
+@each_tx
+@pytest.mark.parametrize("level", ["O4", "O5", "O6"])
+def test_a_level_of_bfloat16_checks_by_default_and_an_explicit_number_does_not(
+    level, tx
+):
+    fields = {"state_class": Mine, "batch_stats": OLD}
+    state, new = make(level, tx=tx, **fields), stats_of(np.float32([1, 2]))
+    assert state.loss_scale_rules == (jamp.StaticLossScale(1.0, check=True),)
+    assert jamp.initialize(params(), tx, level, verbosity=0).loss_scale == 1
+    state = step(state, random_like(params(), 0))
+    for bad in (
+        step(state, spoilt(), batch_stats=new),
+        state.apply_gradients(grads=spoilt(), batch_stats=new),
+        step(state, like(params(), jnp.nan), batch_stats=new),
+    ):
+        assert_skipped(bad, state)
+        assert (bad.skipped_steps, bad.last_step_skipped, bad.loss_scale) == (
+            1,
+            True,
+            1,
+        )
+    with pytest.raises(FloatingPointError, match="skipped 1 steps in a row"):
+        jamp.check(bad, max_consecutive_skips=1)
+    for number in (1, 1.0, "1", np.float32(1)):
+        state = make(level, tx=tx, loss_scale=number)
+        assert state.loss_scale_rules == (jamp.StaticLossScale(1.0),)
+        after = step(state, spoilt())
+        assert (after.step, after.skipped_steps) == (1, 0)
+        assert np.isnan(jamp.master_params(after)["b"]).tolist() == [False, True]
 
 
 class Mine(jamp.AmpState):
@@ -387,6 +435,30 @@ def test_overwrite_with_gradient_is_honoured(level, pack):
     assert bits(after.params["params"]["w"]) == w.tobytes()
     dynamic = fp8_state(level, pack, loss_scale="dynamic")
     assert_skipped(fp8_step(dynamic, jnp.inf), dynamic)
+
+
+@pytest.mark.parametrize("ids", [(0, 1), (1, 1)])
+def test_two_losses_cannot_both_overwrite_a_value(ids):
+    state = fp8_state("O0", num_losses=2)
+    grads = jax.tree.map(jnp.ones_like, state.params)
+    words = f"_overwrite_with_gradient` from loss {ids[0]} and from loss {ids[1]}"
+    with pytest.raises(ValueError, match=words):
+        state.apply_gradients(grads=(grads, grads), loss_id=ids)
+
+
+def test_losses_of_two_groups_overwrite_the_values_of_their_group():
+    one = {
+        "params": {"w": jnp.ones(2)},
+        "_overwrite_with_gradient": {"amax": jnp.ones(2)},
+    }
+    tx = optax.sgd(1.0)
+    state = make("O0", {"a": one, "b": one}, {"a": tx, "b": tx}, num_losses=2)
+    grads = [{key: like(one, x)} for key, x in (("a", 3.0), ("b", 5.0))]
+    after = state.apply_gradients(grads=grads, loss_id=(0, 1))
+    for key, wanted in (("a", 3.0), ("b", 5.0)):
+        assert after.params[key]["_overwrite_with_gradient"]["amax"][0] == wanted
+    with pytest.raises(ValueError, match="of group 'b' from loss 0 and from loss 1"):
+        state.apply_gradients(grads=(grads[1], grads[1]), loss_id=(0, 1))
 
 
 ONE = {"w": jnp.ones(2)}

@@ -208,7 +208,55 @@ def test_replacing_tx_keeps_the_masters():
 RAISES = {
     "`TrainState.create`": (
         lambda: jamp.AmpState.create(apply_fn=MODEL.apply, params=W, tx=SGD),
-        r"TypeError.*missing .*'loss_scales'",
+        r"TypeError: AmpState.create cannot.*`jamp\.initialize\(params, tx, opt_level",
+    ),
+    "`state.replace(loss_scale=128.0)`": (
+        lambda: make().replace(loss_scale=128.0),
+        r"TypeError.*the scale is in loss_scales: write .*_replace\(scale=.*128\.0",
+    ),
+    "`state.opt_state[0]`": (
+        lambda: make(tx=optax.adam(0.1)).opt_state[0].mu,
+        r"TypeError.*masters and inner_state.*`state\.opt_state\.inner_state\[0\]`",
+    ),
+    "`state.opt_state.hyperparams`": (
+        lambda: make(tx=optax.adam(0.1)).opt_state.hyperparams,
+        r"AttributeError.*no 'hyperparams'.*`optax\.tree\.get\(state, 'hyperparams'\)",
+    ),
+    "`initialize(learning_rate=)`": (
+        lambda: make(learning_rate=1e-3),
+        r"TypeError.*'learning_rate'\. It belongs in tx, as in .*1e-3\)`\.$",
+    ),
+    "`initialize(dtype=)`": (
+        lambda: make(dtype=jnp.float16),
+        r"TypeError.*'dtype'\. The opt level sets the dtypes; cast_model_type=",
+    ),
+    "`nnx.initialize(learning_rate=)`": (
+        lambda: make_nnx(learning_rate=1e-3),
+        r"TypeError.*'learning_rate'\. It belongs in tx",
+    ),
+    "`initialize(tx, params)`": (
+        lambda: jamp.initialize(SGD, {"w": W}),
+        r"TypeError: params and tx are swapped: write `jamp\.initialize\(params, tx",
+    ),
+    "`initialize([tx, tx], [params, params])`": (
+        lambda: jamp.initialize([SGD, SGD], [{"w": W}, {"w": W}]),
+        r"TypeError: params and tx are swapped: write `jamp\.initialize\(params, tx",
+    ),
+    "`initialize(tx)`": (
+        lambda: jamp.initialize(SGD),
+        r"TypeError: params are an optax transformation: write `jamp\.initialize\(par",
+    ),
+    "`jamp.check` in a jitted step": (
+        lambda: jax.jit(lambda state: jamp.check(state))(make()),
+        r"TypeError: jamp\.check got a traced state.* cannot run inside jit.*the host",
+    ),
+    "`locate(loss_fn, has_aux=True)`": (
+        lambda: jamp.diagnostics.locate(loss_fn, has_aux=True)(make()),
+        r"TypeError: jamp\.diagnostics\.locate has no has_aux: it recognizes.*, aux\)",
+    ),
+    "`compare(loss_fn, 'O0', has_aux=True)`": (
+        lambda: jamp.diagnostics.compare(loss_fn, "O0", has_aux=True)(make()),
+        r"TypeError: jamp\.diagnostics\.compare has no has_aux.*compare\(loss_fn, .O0",
     ),
     "`state.replace(opt_state=tx.init(params))`": (
         lambda: step(make().replace(opt_state=SGD.init({"kernel": W}))),
@@ -293,11 +341,97 @@ RAISES = {
 @pytest.mark.parametrize("habit", RAISES)
 def test_what_raises(habit):
     call, message = RAISES[habit]
-    errors = TypeError, ValueError, IndexError
+    errors = TypeError, ValueError, IndexError, AttributeError
     with pytest.raises(errors) as error:
         call()
     said = "\n".join([str(error.value), *getattr(error.value, "__notes__", ())])
     assert re.search(message, f"{error.type.__name__}: {said}", re.DOTALL)
+
+
+# Habits that jamp does not notice, and their results.
+
+
+def own_updates():
+    """Steps half params by updates below half an ulp."""
+    state = make(np.ones((2, 1), np.float32), level="O5", loss_scale=None)
+    updates = {"kernel": jnp.full((2, 1), -1e-4)}
+    for _ in range(100):
+        state = state.replace(params=optax.apply_updates(state.params, updates))
+    right = make(np.ones((2, 1), np.float32), level="O5", loss_scale=None)
+    for _ in range(100):
+        wide = optax.apply_updates(jamp.master_params(right), updates)
+        right = right.replace(params=wide)
+    np.testing.assert_allclose(jamp.master_params(right)["kernel"], 0.99, rtol=1e-5)
+    return jamp.master_params(state)["kernel"], np.ones((2, 1))
+
+
+def scaled_and_not_unscaled():
+    state = make(level="O1", loss_scale=8.0)
+    loss = lambda p: jamp.scale_loss(by(state.apply_fn)(p), state)  # noqa: E731
+    state = state.apply_gradients(grads=jax.grad(loss)(state.params))
+    return wide(state), W + 8 * (descend(steps=1) - W)
+
+
+def unscaled_again_by_hand():
+    state = make(loss_scale=8.0)
+    grads = jamp.scaled_grad(loss_fn)(state)
+    grads = jax.tree.map(lambda g: g / state.loss_scale, grads)
+    return wide(state.apply_gradients(grads=grads)), W + (descend(steps=1) - W) / 8
+
+
+def scaled_again_by_hand():
+    state = make(loss_scale=8.0)
+    grads = jamp.scaled_grad(lambda p: loss_fn(p) * state.loss_scale)(state)
+    return wide(state.apply_gradients(grads=grads)), W + 8 * (descend(steps=1) - W)
+
+
+def unscaled_in_another_jit():
+    state = make(loss_scale=8.0)
+    grads = jax.jit(jamp.scaled_grad(loss_fn))(state)
+    grads = jax.jit(jamp.unscale)(grads, state)
+    return wide(state.apply_gradients(grads=grads)), W + (descend(steps=1) - W) / 8
+
+
+def field_set_after_the_step():
+    state = make(batch_stats={"mean": jnp.zeros(2)})
+    new = {"mean": jnp.full(2, jnp.inf)}
+    bad = {"kernel": np.full((2, 1), np.inf, np.float32)}
+    after = state.apply_gradients(grads=bad).replace(batch_stats=new)
+    assert after.last_step_skipped
+    right = state.apply_gradients(grads=bad, batch_stats=new)
+    np.testing.assert_array_equal(right.batch_stats["mean"], 0)
+    return after.batch_stats["mean"], np.full(2, np.inf)
+
+
+def float16_layers():
+    found = []
+    for level, scale in (("O4", None), ("O5", None), ("O6", None), ("O5", "dynamic")):
+        model = nn.Dense(1, use_bias=False, dtype=jnp.float16)
+        state = make(level=level, loss_scale=scale, apply_fn=model.apply)
+
+        def loss(params, apply_fn=state.apply_fn):
+            return 1e-9 * apply_fn({"params": params}, X).astype(jnp.float32).mean()
+
+        found.append(jamp.scaled_grad(loss)(state)["kernel"] * 1e9)
+    wanted = X.mean(0)[:, None]
+    return np.stack(found), np.stack([0 * wanted] * 3 + [wanted])
+
+
+UNNOTICED = {
+    "`optax.apply_updates(state.params, updates)`": own_updates,
+    "`scale_loss` without `unscale`": scaled_and_not_unscaled,
+    "`g / state.loss_scale` after `scaled_grad`": unscaled_again_by_hand,
+    "`loss * state.loss_scale` in the loss": scaled_again_by_hand,
+    "`unscale` in another `jit`": unscaled_in_another_jit,
+    "`apply_gradients(grads=g).replace(batch_stats=...)`": field_set_after_the_step,
+    "`dtype=jnp.float16` without a dynamic scale": float16_layers,
+}
+
+
+@pytest.mark.parametrize("habit", UNNOTICED)
+def test_what_is_not_noticed(habit):
+    found, expected = UNNOTICED[habit]()
+    np.testing.assert_allclose(found, expected, rtol=1e-2, atol=2e-3)
 
 
 def nnx_grad_left_in():
@@ -326,6 +460,24 @@ def test_what_warns(habit):
     call, message = WARNS[habit]
     with pytest.warns(UserWarning, match=message):
         call()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5", "O6"])
+def test_a_nan_batch_skips_a_step_at_each_half_level(level):
+    bad = X.copy()
+    bad[1, 0] = np.nan
+    state = make(level=level, loss_scale=None)
+    after, _ = jax.jit(step)(state, bad)
+    assert (after.step, after.skipped_steps) == (0, 1)
+    np.testing.assert_array_equal(wide(after), W)
+    model = nnx.Linear(2, 1, use_bias=False, rngs=nnx.Rngs(0))
+    model.kernel.set_value(jnp.asarray(W))
+    model, optimizer = jamp.nnx.initialize(model, optax.adam(0.1), level, verbosity=0)
+    optimizer.update(model, jamp.nnx.scaled_grad(nnx_loss)(model, optimizer, bad))
+    state = optimizer.amp_state(model)
+    assert (state.step, state.skipped_steps) == (0, 1)
+    np.testing.assert_array_equal(wide(state), W)
+    assert optax.tree.get(state, "count") == 0
 
 
 # Gradients without the loss scale

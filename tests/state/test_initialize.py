@@ -131,7 +131,10 @@ TYPE_ERRORS = [
         "extra field extra is 'text'.*not an array.*pytree_node=False",
     ),
     (dict(extra={"a": len}), r"extra field extra\['a'\] is"),
-    (dict(tree=jamp.initialize(W, None, verbosity=0)), "is a AmpState.*master_p"),
+    (
+        dict(tree=jamp.initialize(W, None, verbosity=0)),
+        "params is an AmpState.*master_p",
+    ),
     (
         dict(apply_fn=nn.Dense(3)),
         "apply_fn is a Dense, a Linen.*`apply_fn=model.apply`",
@@ -142,6 +145,8 @@ TYPE_ERRORS = [
 VALUE_ERRORS = [
     (dict(level="O9"), "Unexpected optimization level 'O9'"),
     (dict(tx=[SGD, SGD]), r"same container.*optax\.chain"),
+    (dict(tx={None: SGD}), r"tx has the key None.* for one group"),
+    (dict(tree={None: W}, tx={None: SGD}), r"tx has the key None.* for one group"),
     (dict(tx=(SGD, SGD), tree=np.ones(2)), "one ndarray of params"),
     (dict(tree=[W, W], tx=(SGD, SGD)), "a list of length 2.*a tuple of length 2"),
     (dict(tree=[W, W, W], tx=[SGD, SGD]), "length 3.*length 2"),
@@ -224,10 +229,12 @@ def test_verbosity_prints_nothing_one_line_or_the_report_of_apex(capsys):
     lines = [
         "jamp O1: float32 params, autocast to float16, dynamic loss scale",
         "jamp O6: bfloat16 params, float32 BatchNorm, float32 masters, fp8 matmuls, "
-        "loss scale 1.0",
+        "loss scale 1.0 (checked)",
+        "jamp O4: float32 params, autocast to bfloat16, loss scale 1.0 (unchecked)",
     ]
     make("O1", verbosity=1)
     jamp.initialize(W, SGD, "O6")
+    make("O4", verbosity=1, loss_scale=1)
     assert capsys.readouterr().out.splitlines() == lines
 
 

@@ -15,6 +15,7 @@ from jax.extend.core import jaxpr_as_fun
 
 import jamp
 from tests.oracles import loss_scale
+from tests.support.bits import assert_same_bits
 from tests.support.states import like, make, wide, with_scales
 
 # The whole state after every step
@@ -240,6 +241,21 @@ def test_half_leaves_sum_their_losses_in_fp32_with_and_without_masters(level):
 def slope(p, x):
     """Returns a loss whose gradient is `x`, for one group or several."""
     return sum((wide(w) * x).sum() for w in jax.tree.leaves(p))
+
+
+def test_wrt_names_groups_whose_keys_are_tuples():
+    keys, tx = [("a", 1), ("a", 2), ("b",)], optax.sgd(1.0)
+    tree = {"w": jnp.ones(2, jnp.float32)}
+    state = make("O2", dict.fromkeys(keys, tree), dict.fromkeys(keys, tx))
+    one = jamp.scaled_grad(slope, wrt=("a", 1))(state, 0.5)
+    assert_same_bits(one, like(tree, 0.5))
+    for wrt in ([("a", 1), ("b",)], (("a", 1), ("b",))):
+        both = jamp.scaled_grad(slope, wrt=wrt)(state, 0.5)
+        assert_same_bits(both, {k: like(tree, 0.5) for k in wrt})
+    state = state.apply_gradients(grads={("a", 1): one})
+    assert [float(state.params[k]["w"][0]) for k in keys] == [0.5, 1, 1]
+    with pytest.raises(ValueError, match=r"'a' is not one of the groups"):
+        jamp.scaled_grad(slope, wrt=("a", 3))(state, 0.5)
 
 
 def test_a_group_that_no_loss_covers_remembers_its_skip():
