@@ -31,7 +31,7 @@ from jamp._autocast.hijax import (
     with_jvp_rule,
     with_vjp_rules,
 )
-from jamp._autocast.loops import added_carries
+from jamp._autocast.loops import half_carries
 from jamp._autocast.marks import traced_for
 from jamp._autocast.origins import origin_of_unknown
 from jamp._autocast.primitives import Rule, primitive_name
@@ -108,21 +108,22 @@ def _scan(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
 def _half_carries(
     rewriter: Rewriter, eqn: jc.JaxprEqn, frame: Frame, given: Sequence[Value]
 ) -> set[int]:
-    """Returns the carries that are half after each iteration and that nothing sums.
+    """Returns the carries that are half before and after each iteration.
 
     `given` are the inputs of the body, with float32 carries.
     """
     values, end = rewriter.values, frame.consts + frame.carries
+    if values.widest:
+        return set()
     starts = values.of(frame.operands[frame.consts : end])
-    in_half = {i for i, x in enumerate(starts) if x.vote and not x.asks}
-    if values.widest or not in_half:
+    of_model, slices = values.scope.policy.of_model, values.of(frame.operands[end:])
+    are_weights = [not of_model or value.is_half_param for value in slices]
+    in_half = half_carries(frame, are_weights)
+    in_half = {i for i in in_half if starts[i].vote and not starts[i].asks}
+    if not in_half:
         return set()
     body = _program(rewriter, eqn, frame.program, given, frame)
-    in_half = {i for i in in_half if body.results[i].vote == values.half}
-    slices = values.of(frame.operands[end:])
-    of_model = values.scope.policy.of_model
-    are_weights = [not of_model or value.is_half_param for value in slices]
-    return in_half and in_half - added_carries(frame, are_weights)
+    return {i for i in in_half if body.results[i].vote == values.half}
 
 
 def _while(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:

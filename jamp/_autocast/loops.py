@@ -1,24 +1,24 @@
-"""Finds carries that a loop adds to, and conditions that depend on a half matmul.
+"""Finds carries that a loop may keep in half, and conditions that depend on half.
 
-    scan { w c. y = tanh (dot_general c w); d = add c y }    the loop adds to c
-    scan { c w. y = tanh (dot_general c w); d = add c y }    layers: the loop slices w
-    scan { w c. f = ...; y = ...; d = add (mul f c) y }      a gate, as in an LSTM
-    scan { w c. f = add 1 (dot_general c w); d = mul f c }   the loop scales c
+    scan { w c. y = tanh (dot_general c w); d = add c y }       float32: adds to c
+    scan { w c. d = logsumexp (add c w) }                       float32
+    scan { c w. y = tanh (dot_general c w); d = add c y }       half: w is a layer
+    scan { w c. f = logistic ...; y = ...; d = add (mul f c) y }    half: f is a gate
 
-A loop that adds small steps to its carry integrates; in half, rounding would lose the
-steps. A loop over layers also adds to its carry, but it has few iterations, and each
-iteration has other weights.
+A loop whose iterations share their weights integrates, or adds logarithms. In half,
+rounding would lose the small steps. A loop over layers has few iterations, and each has
+other weights. A gate, as in an LSTM or a GRU, forgets the errors of earlier iterations.
 """
 
 import enum
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.extend import core as jc
 
 from jamp._autocast.frames import Frame, frames_of, while_programs
 from jamp._autocast.primitives import Shape, is_matmul, primitive_name, traits_of
-from jamp._autocast.program import Atom, dtype_of, is_float, size_of
+from jamp._autocast.program import Atom, dtype_of, is_float
 
 type Tags = frozenset[Any]
 type TagRule = Callable[[jc.JaxprEqn, list[Tags]], Tags]
@@ -28,19 +28,14 @@ class On(enum.Enum):
     """Tags of a value in the body of a loop: the value depends on these."""
 
     CARRY = "carry"  # the result of the last iteration
+    UNGATED = "ungated"  # a carry that no gate multiplies
     WEIGHT = "weight"  # a weight of this iteration: sliced, or indexed by a counter
-    DATA = "data"  # other data of this iteration
-    NUMBER = "number"  # a single number of this iteration, such as its time
     LAYER = "layer"  # a matmul of a carry and a weight of this iteration
+    GATE = "gate"  # it is a sigmoid of a value with a carry, or 1 minus this
+    GATED = "gated"  # a product with a gate
     HALF = "half"  # a matmul in half
 
 
-# A carry, or a sum with one, also has a pair as a tag: the position of the carry, and
-# whether something was added. `_SCALED` replaces the latter after a multiplication by a
-# value that depends on a carry.
-_SCALED = "scaled"
-_ADD = ("add", "sub", "add_any")
-_CHOOSE = ("select_n", "max", "min", "clamp", "neg")
 _MOVE = (
     *(Shape.SAME, Shape.MARK, Shape.RESHAPE),
     *(Shape.REARRANGE, Shape.REPEAT, Shape.PART, Shape.MOVE),
@@ -76,76 +71,43 @@ def flow(program: jc.Jaxpr, given: Sequence[Tags], rule: TagRule) -> list[Tags]:
 
 def _with_all(carries: Sequence[Tags], values: Sequence[Tags]) -> list[Tags]:
     """Adds the tags of all values to each carry, for any number of iterations."""
-    shared = {tag for tags in values for tag in tags if not isinstance(tag, tuple)}
-    return [tags | shared for tags in carries]
+    return [tags.union(*values) for tags in carries]
 
 
-def added_carries(frame: Frame, are_weights: Sequence[bool]) -> set[int]:
-    """Returns the carries that a loop adds to with the same weights in all iterations.
+def half_carries(frame: Frame, are_weights: Sequence[bool]) -> set[int]:
+    """Returns the carries of a loop over layers, and those that gates multiply.
 
     `are_weights` states whether each array that the loop slices may be a weight. A
     carried integer is a counter, and an array that it indexes may also be a weight.
     """
-    given: list[Tags] = [frozenset()] * frame.consts
-    for i, v in enumerate(frame.program.invars[frame.consts :]):
-        if i < frame.carries:
-            tags = (On.CARRY, (i, False)) if is_float(v) else (On.WEIGHT,)
-        elif _is_number(v):
-            tags = (On.NUMBER,)
-        else:
-            tags = (On.WEIGHT if are_weights[i - frame.carries] else On.DATA,)
-        given.append(frozenset(tags))
-    found = flow(frame.program, given, _added)[: frame.carries]
-    pairs = [{tag for tag in tags if isinstance(tag, tuple)} for tags in found]
-    while True:
-        further = [_next_iteration(tags, pairs) for tags in pairs]
-        if further == pairs:
-            break
-        pairs = further
-    grows = [{(i, True), (i, _SCALED)} & pairs[i] for i in range(len(found))]
-    layers = [On.LAYER in tags for tags in found]
-    return {i for i, new in enumerate(grows) if new and not layers[i]}
+    given = [_NOTHING] * frame.consts
+    for v in frame.program.invars[frame.consts :][: frame.carries]:
+        given.append(_CARRY if is_float(v) else _WEIGHT)
+    given += [_WEIGHT if is_weight else _NOTHING for is_weight in are_weights]
+    found = enumerate(flow(frame.program, given, _by_carries)[: frame.carries])
+    return {i for i, tags in found if On.LAYER in tags or _is_gated(tags)}
 
 
-def _next_iteration(tags: Set[Any], pairs: Sequence[Set[Any]]) -> set[Any]:
-    """Follows pairs for one more iteration, since a loop may exchange its carries.
-
-    scan { w a b. y = dot_general b w; d = add a y } returns b d: d adds to a
-    """
-    steps = {(at, add or more) for place, add in tags for at, more in pairs[place]}
-    return {*tags, *steps}
+def _is_gated(tags: Tags) -> bool:
+    return On.GATED in tags and On.UNGATED not in tags
 
 
-def _is_number(atom: Atom) -> bool:
-    return is_float(atom) and size_of(atom) == 1
+_NOTHING: Tags = frozenset()
+_CARRY, _WEIGHT = frozenset((On.CARRY, On.UNGATED)), frozenset((On.WEIGHT,))
 
 
-_NUMBER = frozenset((On.NUMBER,))
-
-
-def _added(eqn: jc.JaxprEqn, given: list[Tags]) -> Tags:
-    name, union = primitive_name(eqn), frozenset[Any]().union(*given)
-    if union and On.CARRY not in union and all(map(_is_number, eqn.outvars)):
-        return _NUMBER
-    on = frozenset(tag for tag in union if isinstance(tag, On))
+def _by_carries(eqn: jc.JaxprEqn, given: list[Tags]) -> Tags:
+    name, union = primitive_name(eqn), _NOTHING.union(*given)
     if is_matmul(eqn):
         rest = [tags for tags in given[:2] if On.CARRY not in tags]
-        layer = On.CARRY in on and any(On.WEIGHT in tags for tags in rest)
-        return on | {On.LAYER} if layer else on
-    if name in _ADD:
-        # A sum with a gated carry is also gated.
-        return on | {(place, True) for place, how in union - on if how != _SCALED}
-    if name in _CHOOSE or traits_of(name).shape in _MOVE:
-        return union
-    if name in ("mul", "div"):
-        # A single number and a constant of the loop are not gates.
-        first, second = given
-        if second <= _NUMBER:
-            return on | first
-        if name == "mul" and first <= _NUMBER:
-            return on | second
-        return on | {(place, _SCALED) for place, _ in union - on}
-    return on
+        if On.CARRY in union and any(On.WEIGHT in tags for tags in rest):
+            union |= {On.LAYER}
+    if name == "logistic" and On.CARRY in union:
+        return union | {On.GATE}
+    if name == "mul" and On.GATE in union:
+        return union - {On.GATE, On.UNGATED} | {On.GATED}
+    is_gate = traits_of(name).shape in _MOVE or name == "sub" and _NOTHING in given
+    return union if is_gate else union - {On.GATE}
 
 
 def waits_for_half(eqn: jc.JaxprEqn) -> bool:

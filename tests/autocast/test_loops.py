@@ -24,8 +24,8 @@ halves = pytest.mark.parametrize("half", HALVES)
 LEVELS = "O0", "O1", "O2", "O4", "O5", "O6"
 
 
-def state_of(level, params):
-    return jamp.initialize(params, optax.sgd(0.1), level, verbosity=0)
+def state_of(level, params, **options):
+    return jamp.initialize(params, optax.sgd(0.1), level, verbosity=0, **options)
 
 
 def once(w, xs):
@@ -252,16 +252,50 @@ IN_HALF = {
         0, len(ws), lambda i, x: x + jnp.tanh(x @ ws[i]), x
     ),
     "gated": gated,
-    "masked": lambda ws, x: repeat(
-        lambda h, x: jnp.where(x[:1] > 0, jnp.tanh(x @ ws[0] + h @ ws[1]), h),
-        *(x @ ws[0], jnp.stack([x, x])),
+    "lstm": lambda ws, x: repeat(
+        lambda c, x: lstm(ws, c, x), (x @ ws[0], x @ ws[1]), jnp.stack([x, x])
     ),
 }
+# Loops whose iterations share their weights, and that start in half.
+IN_FLOAT32 = {
+    "rnn": lambda ws, h, x: jnp.tanh(x @ ws[0] + h @ ws[1]),
+    "masked": lambda ws, h, x: jnp.where(x[:1] > 0, jnp.tanh(x @ ws[0] + h @ ws[1]), h),
+    "blend": lambda ws, h, x: 0.9 * h + 0.1 * (x @ ws[0]),
+    "blend with data": lambda ws, h, x: x * h + (1 - x) * (x @ ws[0]),
+    "small gate": lambda ws, h, x: (1 - 0.01 * jax.nn.sigmoid(h @ ws[1])) * h,
+    "gate of a step": lambda ws, h, x: h + jax.nn.sigmoid(h @ ws[1]) * (x @ ws[0]),
+    "logsumexp": lambda ws, h, x: (
+        jax.nn.logsumexp(h[:, None] + ws[1], axis=-1) + x @ ws[0]
+    ),
+    "logaddexp": lambda ws, h, x: jnp.logaddexp(h, x @ ws[0]),
+    "viterbi": lambda ws, h, x: (h[:, None] + ws[1]).max(-1) + x @ ws[0],
+    "running maximum": lambda ws, h, x: jnp.maximum(h, x @ ws[0]),
+    "kept": lambda ws, h, x: h * 1.0,
+    "normalized": lambda ws, h, x: (h @ ws[0]) / jnp.linalg.norm(h @ ws[0]),
+}
+
+
+def lstm(ws, carry, x):
+    c, h = carry
+    i, f, o = (jax.nn.sigmoid(x @ w + h @ w.T) for w in ws)
+    c = f * c + i * jnp.tanh(x @ ws[0] + h @ ws[1])
+    return c, o * jnp.tanh(c)
 
 
 @pytest.mark.parametrize("fn", IN_HALF.values(), ids=IN_HALF)
 def test_layers_and_gates_carry_half(fn):
-    assert carries(fn, jnp.stack([EYE] * 3), jnp.ones((4, 4))) == ["bfloat16"]
+    found = carries(fn, jnp.stack([EYE] * 3), jnp.ones((4, 4)))
+    assert set(found) == {"bfloat16"}
+
+
+@pytest.mark.parametrize("name", IN_FLOAT32)
+@pytest.mark.parametrize("wrap", ["plain", "jit", "checkpoint"])
+def test_loops_that_share_their_weights_carry_float32(wrap, name):
+    def fn(ws, x):
+        step = lambda h, x: AROUND[wrap](lambda h, x: IN_FLOAT32[name](ws, h, x))(h, x)  # noqa: E731
+        return repeat(step, x @ ws[0], jnp.stack([x, x]))
+
+    assert carries(fn, jnp.stack([EYE] * 3), jnp.ones((4, 4))) == ["float32"]
 
 
 @pytest.mark.parametrize(
@@ -276,6 +310,75 @@ def test_a_carry_that_only_holds_activations_is_half_with_narrowest(promote, str
     fn = lambda ws, x: repeat(layer, (x, 0.0, x[0]), ws)  # noqa: E731
     found = carries(fn, jnp.stack([EYE] * 2), jnp.ones((4, 4)), promote=promote)
     assert found == [stream, "float32", "float32"]
+
+
+def log_partition(params, x):
+    """The logarithm of a sum over all paths of a chain, as in a CRF."""
+    scores = x @ params["w"]
+    step = lambda a, score: (  # noqa: E731
+        jax.nn.logsumexp(a[:, None] + params["moves"], axis=0) + score,
+        None,
+    )
+    return jax.nn.logsumexp(jax.lax.scan(step, scores[0], scores[1:])[0])
+
+
+def log_partition_in_numpy(params, x):
+    scores, moves = np.float64(x) @ np.float64(params["w"]), np.float64(params["moves"])
+    a = scores[0]
+    for score in scores[1:]:
+        a = np.logaddexp.reduce(a[:, None] + moves, axis=0) + score
+    return np.logaddexp.reduce(a)
+
+
+def viterbi(params, x):
+    scores = x @ params["w"]
+    step = lambda a, score: ((a[:, None] + params["moves"]).max(0) + score, None)  # noqa: E731
+    return jax.lax.scan(step, scores[0], scores[1:])[0].max()
+
+
+def viterbi_in_numpy(params, x):
+    scores, moves = np.float64(x) @ np.float64(params["w"]), np.float64(params["moves"])
+    a = scores[0]
+    for score in scores[1:]:
+        a = (a[:, None] + moves).max(0) + score
+    return a.max()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("fn", "in_numpy"),
+    [(log_partition, log_partition_in_numpy), (viterbi, viterbi_in_numpy)],
+)
+def test_dynamic_programs_in_log_space(fn, in_numpy, level):
+    params = {"w": 3 * normal(16, 8), "moves": 3 * normal(8, 8)}
+    x = 3 * jnp.asarray(
+        np.random.default_rng(1).normal(size=(1024, 16)) / 3, jnp.float32
+    )
+    state = state_of(level, params, loss_scale=1.0)
+    loss, grads = evaluate(jamp.scaled_value_and_grad(fn), state, x)
+    np.testing.assert_allclose(loss, in_numpy(params, x), rtol=0.002)
+    # Each of the 1,023 moves is counted once.
+    np.testing.assert_allclose(grads["moves"].sum(), 1023, rtol=0.01)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_ctc_loss(level):
+    """Moving all logits of a frame by one number changes no probability."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    params = {"w": jax.random.normal(keys[0], (16, 16))}
+    x = jax.random.normal(keys[1], (2, 96, 16))
+    labels = jnp.arange(32).reshape(2, 16) % 15 + 1
+
+    def loss_fn(params, x):
+        logits, pads = x @ params["w"], jnp.zeros((2, 96))
+        return optax.ctc_loss(logits, pads, labels, jnp.zeros((2, 16))).mean()
+
+    want, exact = jax.value_and_grad(loss_fn)(params, x)  # in float32
+    state = state_of(level, params, loss_scale=1.0)
+    loss, grads = evaluate(jamp.scaled_value_and_grad(loss_fn), state, x)
+    np.testing.assert_allclose(loss, want, rtol=0.001)
+    error = jnp.linalg.norm(grads["w"] - exact["w"]) / jnp.linalg.norm(exact["w"])
+    assert error < 0.02
 
 
 # ---- loops that wait for a residual
