@@ -22,7 +22,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jc, linear_util
 from jaxtyping import PyTree
 
-from jamp._autocast.frames import frames_of, with_programs
+from jamp._autocast.frames import frames_of, once_per_program, with_programs
 from jamp._autocast.hijax import Trace, hi_primitive
 from jamp._autocast.traced import traced
 
@@ -44,6 +44,7 @@ _CLOSED_OVER = (
 )
 
 
+@once_per_program
 def has_rules(program: jc.Jaxpr) -> bool:
     """Returns whether a program calls a function with a custom derivative."""
     frames = [frame for eqn in program.eqns for frame in frames_of(eqn)]

@@ -11,7 +11,9 @@ in `_HELD`.
 """
 
 import enum
-from collections.abc import Iterator, Sequence
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend import core as jc
@@ -151,6 +153,22 @@ def _frames_of(eqn: jc.JaxprEqn, name: str) -> Iterator[Frame]:
         yield frame._replace(operands=[*invars[:begin], *invars[end:]])
     else:
         yield frame
+
+
+def once_per_program[T](fn: Callable[[jc.Jaxpr], T]) -> Callable[[jc.Jaxpr], T]:
+    """Calls a function of a program once, because many equations may call one program.
+
+    The results live as long as the program.
+    """
+    known: weakref.WeakKeyDictionary[jc.Jaxpr, T] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(fn)
+    def known_or_called(program: jc.Jaxpr) -> T:
+        if program not in known:
+            known[program] = fn(program)
+        return known[program]
+
+    return known_or_called
 
 
 def program_of(eqn: jc.JaxprEqn) -> jc.Jaxpr:

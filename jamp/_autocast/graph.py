@@ -17,7 +17,12 @@ from typing import Any, NamedTuple
 from jax.extend import core as jc
 
 from jamp._autocast.calls import checkpointed
-from jamp._autocast.frames import Kind, frames_of, with_equations
+from jamp._autocast.frames import (
+    Kind,
+    frames_of,
+    once_per_program,
+    with_equations,
+)
 from jamp._autocast.pins import with_pins
 from jamp._autocast.primitives import Shape, primitive_name, traits_of
 from jamp._autocast.program import Atom, dtype_of, is_float, size_of
@@ -105,20 +110,25 @@ class Graph:
         ends = {max(region.members): (region, new) for region, new in regions}
         gone = set().union(*(r.members - r.shared for r, _ in regions))
         late, waiting, eqns = set(gone), list[int](), list[jc.JaxprEqn]()
+
+        def write_or_wait(places: Iterable[int]) -> None:
+            for j in places:
+                if self.needs[j] & late:
+                    late.add(j)
+                    waiting.append(j)
+                else:
+                    eqns.append(self.eqns[j])
+                    late.discard(j)
+
         for i in range(len(self.eqns)):
             if i not in gone:
-                waiting.append(i)
+                write_or_wait([i])
             if i in ends:
                 region, new = ends[i]
                 eqns.append(new)
                 late -= region.members
-            for j in tuple(waiting if i in ends else waiting[-1:]):
-                if self.needs[j] & late:
-                    late.add(j)
-                else:
-                    eqns.append(self.eqns[j])
-                    late.discard(j)
-                    waiting.remove(j)
+                waited, waiting = waiting, []
+                write_or_wait(waited)
         return with_equations(self.jaxpr, eqns)
 
 
@@ -151,9 +161,14 @@ def may_be_inside(eqn: jc.JaxprEqn) -> bool:
     """Returns whether the backward pass may recompute an equation and its programs."""
     for frame in frames_of(eqn):
         is_plain = frame.kind is Kind.CALL and frame.is_open and not frame.own_residuals
-        return is_plain and all(map(may_be_inside, frame.program.eqns))
+        return is_plain and _all_may_be_inside(frame.program)
     traits = traits_of(primitive_name(eqn))
     return traits.shape in _INSIDE and not traits.slow and not rounds(eqn)
+
+
+@once_per_program
+def _all_may_be_inside(program: jc.Jaxpr) -> bool:
+    return all(map(may_be_inside, program.eqns))
 
 
 def rounds(eqn: jc.JaxprEqn) -> bool:
@@ -167,8 +182,14 @@ def rounds(eqn: jc.JaxprEqn) -> bool:
 def is_costly(eqn: jc.JaxprEqn) -> bool:
     """Returns whether XLA keeps a result of an equation instead of recomputing it."""
     if frames := frames_of(eqn):
-        return any(map(is_costly, frames[0].program.eqns))
+        return has_costly(frames[0].program)
     return traits_of(primitive_name(eqn)).costly
+
+
+@once_per_program
+def has_costly(program: jc.Jaxpr) -> bool:
+    """Returns whether a program contains a costly equation, see `is_costly`."""
+    return any(map(is_costly, program.eqns))
 
 
 def inputs_of(eqns: Sequence[jc.JaxprEqn]) -> list[jc.Var]:

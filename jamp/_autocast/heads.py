@@ -22,6 +22,7 @@ from jamp._autocast.graph import (
     Graph,
     Region,
     checkpoint,
+    has_costly,
     is_costly,
     is_kept,
     may_be_inside,
@@ -43,7 +44,7 @@ def checkpoint_heads(jaxpr: jc.Jaxpr, programs: dict[Any, Any], loop: bool) -> j
     `checkpoint_islands` explains `programs` and `loop`.
     """
     sources = dict.fromkeys(v for eqn in jaxpr.eqns for v in _widened(eqn))
-    if not sources or not any(map(is_costly, jaxpr.eqns)):
+    if not sources or not has_costly(jaxpr):
         return jaxpr
     graph = Graph(jaxpr)
     labels = labels_in(graph)

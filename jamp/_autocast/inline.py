@@ -6,14 +6,17 @@
 Autocast can then decide on the operations of the call and its neighbors together.
 """
 
+import math
 from typing import Any
 
 from jax.extend import core as jc
 
 from jamp._autocast import jax_internals
-from jamp._autocast.frames import frames_of, with_equations
+from jamp._autocast.frames import frames_of, once_per_program, with_equations
 from jamp._autocast.primitives import is_matmul
 from jamp._autocast.program import Scope, is_float32, name_stack
+
+_MOST = 1000  # calls that share programs may stand for any number of equations
 
 
 def inlined(jaxpr: jc.Jaxpr, scope: Scope) -> jc.Jaxpr:
@@ -25,14 +28,14 @@ def inlined(jaxpr: jc.Jaxpr, scope: Scope) -> jc.Jaxpr:
 
 
 def _inlined(jaxpr: jc.Jaxpr, scope: Scope) -> jc.Jaxpr:
-    if not any(_is_inlined(eqn, scope.written) for eqn in jaxpr.eqns):
+    if not any(_is_inlined(eqn) for eqn in jaxpr.eqns):
         return jaxpr
     eqns: list[jc.JaxprEqn] = []
     values: dict[Any, Any] = {}  # the result of a call -> the inlined value
     consts = dict(zip(jaxpr.constvars, jaxpr.consts, strict=True))
     for eqn in jaxpr.eqns:
         eqn = _reading(eqn, values)
-        if not _is_inlined(eqn, scope.written):
+        if not _is_inlined(eqn):
             eqns.append(eqn)
             continue
         inside = scope.scope_of_programs(eqn)
@@ -57,24 +60,23 @@ def _inlined(jaxpr: jc.Jaxpr, scope: Scope) -> jc.Jaxpr:
     )
 
 
-def _is_inlined(eqn: jc.JaxprEqn, known: dict[Any, Any]) -> bool:
+def _is_inlined(eqn: jc.JaxprEqn) -> bool:
     if eqn.primitive.name != "jit" or not jax_internals.is_bare_jit(eqn):
         return False
     has_float32 = any(map(is_float32, (*eqn.invars, *eqn.outvars)))
-    return has_float32 and not _multiplies(eqn.params["jaxpr"], known)
+    return has_float32 and _equations_in(eqn.params["jaxpr"]) <= _MOST
 
 
-def _multiplies(program: jc.Jaxpr, known: dict[Any, Any]) -> bool:
-    key = "multiplies", program
-    if key not in known:
-        known[key] = any(_has_matmul(eqn, known) for eqn in program.eqns)
-    return known[key]
+@once_per_program
+def _equations_in(program: jc.Jaxpr) -> float:
+    """Returns how many equations a program and its calls have, or inf with a matmul."""
+    return sum(map(_equations_of, program.eqns))
 
 
-def _has_matmul(eqn: jc.JaxprEqn, known: dict[Any, Any]) -> bool:
-    frames = frames_of(eqn)
-    inside = any(_multiplies(frame.program, known) for frame in frames)
-    return inside or not frames and is_matmul(eqn)
+def _equations_of(eqn: jc.JaxprEqn) -> float:
+    if frames := frames_of(eqn):
+        return sum(_equations_in(frame.program) for frame in frames)
+    return math.inf if is_matmul(eqn) else 1
 
 
 def _value(atom: Any, values: dict[Any, Any]) -> Any:

@@ -42,12 +42,31 @@ _MOVE = (
 )
 
 
-def flow(program: jc.Jaxpr, given: Sequence[Tags], rule: TagRule) -> list[Tags]:
+def flow(
+    program: jc.Jaxpr,
+    given: Sequence[Tags],
+    rule: TagRule,
+    done: dict[Any, list[Tags]] | None = None,
+) -> list[Tags]:
     """Returns the tags of a program's results, given the tags of its inputs.
 
     The `rule` maps an equation and the tags of its operands to the tags of its results.
     It reads an inner loop once, as if each carry depended on all operands of the loop.
+    `done` caches results, because several equations may call one program.
     """
+    done = {} if done is None else done
+    key = program, tuple(given)
+    if key not in done:
+        done[key] = _flow(program, given, rule, done)
+    return list(done[key])
+
+
+def _flow(
+    program: jc.Jaxpr,
+    given: Sequence[Tags],
+    rule: TagRule,
+    done: dict[Any, list[Tags]],
+) -> list[Tags]:
     known: dict[Atom, Tags] = dict(zip(program.invars, given, strict=True))
 
     def tags_of(atom: Atom) -> Tags:
@@ -62,7 +81,7 @@ def flow(program: jc.Jaxpr, given: Sequence[Tags], rule: TagRule) -> list[Tags]:
             inside = list(map(tags_of, frame.operands))
             begin, end = frame.consts, frame.consts + frame.carries
             inside[begin:end] = _with_all(inside[begin:end], inside)
-            outs = flow(frame.program, inside, rule)
+            outs = flow(frame.program, inside, rule, done)
             outs[: frame.carries] = _with_all(outs[: frame.carries], outs)
             for var, tags in zip(frame.results, outs, strict=False):
                 known[var] = tags_of(var) | tags

@@ -54,6 +54,7 @@ from jax.typing import DTypeLike
 from jamp._autocast import jax_internals
 from jamp._autocast.frames import (
     frames_of,
+    once_per_program,
     scan_counts,
     with_fewer_consts,
     with_programs,
@@ -235,24 +236,27 @@ def _of_distinct_rows(table: Array, rows: Array) -> Array:
 _REARRANGE = (Shape.RESHAPE, Shape.REARRANGE)
 
 
-def moves_taken_out(jaxpr: jc.Jaxpr, done: dict[int, jc.Jaxpr]) -> jc.Jaxpr:
+def moves_taken_out(jaxpr: jc.Jaxpr) -> jc.Jaxpr:
     """Moves rearrangements of a scan's constants out of all scans of a program.
 
-    Returns the same program if nothing moves. `done` caches results by the `id` of
-    the program, because several equations may call one program.
+    Returns the same program if nothing moves.
     """
-    if id(jaxpr) not in done:
-        eqns: list[jc.JaxprEqn] = []
-        for eqn in jaxpr.eqns:
-            eqns += _taken_out_of(eqn, done)
-        same = len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns))
-        done[id(jaxpr)] = jaxpr if same else jaxpr.replace(eqns=eqns)
-    return done[id(jaxpr)]
+    return _moved(jaxpr) or jaxpr
 
 
-def _taken_out_of(eqn: jc.JaxprEqn, done: dict[int, jc.Jaxpr]) -> list[jc.JaxprEqn]:
+@once_per_program
+def _moved(jaxpr: jc.Jaxpr) -> jc.Jaxpr | None:
+    """Returns None if nothing moves, because a cached program would stay alive."""
+    eqns: list[jc.JaxprEqn] = []
+    for eqn in jaxpr.eqns:
+        eqns += _taken_out_of(eqn)
+    same = len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns))
+    return None if same else jaxpr.replace(eqns=eqns)
+
+
+def _taken_out_of(eqn: jc.JaxprEqn) -> list[jc.JaxprEqn]:
     frames = frames_of(eqn)
-    new = [moves_taken_out(frame.program, done) for frame in frames]
+    new = [moves_taken_out(frame.program) for frame in frames]
     if any(a is not frame.program for a, frame in zip(new, frames, strict=True)):
         eqn = eqn.replace(params=with_programs(eqn, new))
     # An effect refers to operands by position.

@@ -145,7 +145,7 @@ def _traced(
     call = lambda args, kwargs: fn(*args, **kwargs)  # noqa: E731
     with traced_for(scope.policy.dtype, scope.policy.lists):
         found = traced(call, given, lambda x: isinstance(x, _INPUTS))
-        return found._replace(program=moves_taken_out(found.program, {}))
+        return found._replace(program=moves_taken_out(found.program))
 
 
 _INPUTS = jax.Array | jax.ShapeDtypeStruct

@@ -97,6 +97,40 @@ AROUND = {
 CASES |= {name: (jamp.autocast, nested(fn), 4) for name, fn in AROUND.items()}
 
 
+def shared(around, fn):
+    """Calls a function 2 ** depth times in a program with `depth` functions."""
+
+    def of(depth):
+        if not depth:
+            return fn
+        inner = of(depth - 1)
+        return around(lambda x: inner(inner(x)))
+
+    return of
+
+
+def in_scan(fn):
+    return lambda w: repeat(lambda c, _: fn(c), w, length=2)
+
+
+LAYERS = {
+    "matmul": lambda x: jnp.tanh(x @ W),
+    "softmax": lambda x: jax.nn.softmax(x) * 2,
+    "norm": lambda x: (x - x.mean(-1, keepdims=True)) @ W,
+    "scan": lambda x: in_scan(lambda c: jnp.tanh(c @ W))(x),
+}
+for _name, _layer in LAYERS.items():
+    CASES[f"shared, {_name}"] = (jamp.autocast, shared(jax.jit, _layer), 12)
+for _name, _depth in (("checkpoint", 12), ("cond", 12), ("scan", 3)):
+    _around = lambda fn, name=_name: jax.jit(AROUND[name](fn))  # noqa: E731
+    CASES[f"shared in {_name}"] = narrowest, shared(_around, LAYERS["matmul"]), _depth
+CASES["a scan of shared"] = (
+    lambda fn: narrowest(in_scan(fn)),
+    shared(jax.jit, LAYERS["matmul"]),
+    12,
+)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_work_of_a_trace_is_linear(name):
     mode, program, depth = CASES[name]
