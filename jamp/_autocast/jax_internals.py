@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core as jc
 from jax.extend.core import primitives
 from jax.typing import DTypeLike
@@ -228,8 +229,34 @@ def at_place(eqn: jc.JaxprEqn, place: jc.JaxprEqn) -> jc.JaxprEqn:
     return eqn.replace(**_reader_info(place))
 
 
+def combining_in(params: dict[str, Any], dtype: DTypeLike) -> dict[str, Any]:
+    """Returns the parameters of an equation that change with its float dtype.
+
+    The parameter "update_jaxpr" of a scatter and "jaxpr" of a reduction hold the
+    program by which it combines two numbers, in the dtype of its operands.
+    """
+    names = [name for name in ("update_jaxpr", "jaxpr") if params.get(name) is not None]
+    return {name: _in_dtype(params[name], np.dtype(dtype)) for name in names}
+
+
 @functools.lru_cache(maxsize=256)
-def in_scalars(update: jc.Jaxpr, dtype: DTypeLike) -> jc.Jaxpr:
-    """Returns the program by which a scatter combines two numbers, in another dtype."""
-    scalars = [jax.ShapeDtypeStruct((), dtype) for _ in update.invars]
-    return jax.make_jaxpr(jc.jaxpr_as_fun(update))(*scalars)
+def _in_dtype(program: jc.Jaxpr, dtype: np.dtype) -> jc.Jaxpr:
+    """Returns a program of scalars that takes and returns floats in another dtype.
+
+    A single addition, as in `x.at[i].add(y)`, runs in this dtype. A function of the
+    user, as in `x.at[i].apply(f)`, still computes in its own.
+    """
+    combine = jc.jaxpr_as_fun(program)
+    is_single = len(program.eqns) == 1 and program.eqns[0].invars == program.invars
+
+    def new(own: Any) -> Any:
+        return dtype if jnp.issubdtype(own, jnp.floating) else own
+
+    def converted(*numbers):
+        owns = [v.aval.dtype for v in program.invars]  # type: ignore[attr-defined]
+        given = [x.astype(own) for x, own in zip(numbers, owns, strict=True)]
+        return [x.astype(new(x.dtype)) for x in combine(*given)]
+
+    avals: list[Any] = [v.aval for v in program.invars]
+    scalars = [jax.ShapeDtypeStruct((), new(aval.dtype)) for aval in avals]
+    return jax.make_jaxpr(combine if is_single else converted)(*scalars)

@@ -119,7 +119,7 @@ ROWS = (
         "torch: raises in half",
         "mix: cholesky cholesky_update eig eigh svd qr lu schur hessenberg tridiagonal "
         "householder_product ormqr triangular_solve tridiagonal_solve geqrf geqp3 "
-        "lu_pivots_to_permutation custom_linear_solve symmetric_product fft",
+        "lu_pivots_to_permutation symmetric_product fft",
     ),
     _row(
         Rule.FLOAT32,
@@ -186,7 +186,8 @@ ROWS = (
         Rule.RECORDED,
         "Solvers need float32. The others implement Equinox's loops.",
         "torch: not in any list",
-        "opaque: CustomRoot _RootLinearMap linear_solve maybe_set nonbatchable "
+        "opaque: CustomRoot _RootLinearMap linear_solve custom_linear_solve maybe_set "
+        "nonbatchable "
         "nondifferentiable_backward nontraceable select_if_vmap unvmap_all unvmap_any "
         "unvmap_max vprim",
     ),

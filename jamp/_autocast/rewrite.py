@@ -197,10 +197,8 @@ class Rewriter(Writer):
         changed: dict[str, Any] = {
             name: dtype for name in _DTYPE_PARAMS if params.get(name) == FLOAT32
         }
-        if "update_jaxpr" in params and params["update_jaxpr"] is not None:
-            if is_float32(eqn.outvars[0]):
-                update = jax_internals.in_scalars(params["update_jaxpr"], dtype)
-                changed["update_jaxpr"] = update
+        if dtype != FLOAT32:
+            changed |= jax_internals.combining_in(params, dtype)
         if "_prim" in params:
             outs = [value.dtype for value in results]
             changed["_prim"] = with_dtypes(params["_prim"], ins, outs)

@@ -171,8 +171,7 @@ class _Widening:
             invars = [read(v) if _is_float(v) else v for v in invars]
             results = [v for v in eqn.outvars if _is_float(v)]
             if name == "scatter-add":
-                update = jax_internals.in_scalars(params["update_jaxpr"], FLOAT32)
-                params["update_jaxpr"] = update
+                params |= jax_internals.combining_in(params, FLOAT32)
         else:
             return False
         halves = [v for v in results if _is_half(v)]
