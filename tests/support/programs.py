@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-PRODUCTS = frozenset("conv_general_dilated dot_general ragged_dot_general".split())
+PRODUCTS = frozenset(
+    "conv_general_dilated dot_general ragged_dot_general product".split()
+)
 FAST = {"xla_backend_optimization_level": 0}
 WIDE = frozenset(("float32", "float64", "f32", "f64"))  # the last two are XLA's names
 
@@ -81,7 +83,7 @@ def product_runs(jaxpr: Jaxpr, times: int = 1) -> Counter[tuple[str, ...]]:
     found: Counter[tuple[str, ...]] = Counter()
     for equation in jaxpr.eqns:
         if is_product(equation):
-            found[tuple(str(v.aval.dtype) for v in equation.invars)] += times
+            found[_dtypes(equation)] += times
         is_scan = equation.primitive.name == "scan"
         trips = equation.params["length"] if is_scan else 1
         for inner in _jaxprs_in(equation):
@@ -113,6 +115,12 @@ def _jaxprs(value: Any) -> Iterator[Jaxpr]:
 
 
 def _product(equation: JaxprEqn) -> Product:
-    lhs, rhs = (str(factor.aval.dtype) for factor in equation.invars[:2])
+    lhs, rhs = _dtypes(equation)[:2]
     name, where = equation.primitive.name, equation.source_info.name_stack
     return Product(name, lhs, rhs, str(where))
+
+
+def _dtypes(equation: JaxprEqn) -> tuple[str, ...]:
+    """Returns the dtypes in which a matmul reads its operands."""
+    half = equation.params.get("half")  # jamp's own primitive casts its operands
+    return tuple(str(half or v.aval.dtype) for v in equation.invars)
