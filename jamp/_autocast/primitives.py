@@ -76,6 +76,11 @@ def _row(rule: Rule, reason: str, descends_from: str, *lines: str) -> Row:
     return Row(rule, tuple(found), reason, descends_from, tuple(found.values()))
 
 
+NO_HALF_KERNEL = tuple(
+    "cholesky cholesky_update eig eigh svd qr lu schur hessenberg tridiagonal "
+    "householder_product ormqr triangular_solve tridiagonal_solve geqrf geqp3 "
+    "symmetric_product fft".split()
+)
 ROWS = (
     _row(
         Rule.HALF,
@@ -117,9 +122,7 @@ ROWS = (
         Rule.FLOAT32,
         "Linear algebra and FFTs have no half kernels.",
         "torch: raises in half",
-        "mix: cholesky cholesky_update eig eigh svd qr lu schur hessenberg tridiagonal "
-        "householder_product ormqr triangular_solve tridiagonal_solve geqrf geqp3 "
-        "lu_pivots_to_permutation symmetric_product fft",
+        f"mix: {' '.join(NO_HALF_KERNEL)} lu_pivots_to_permutation",
     ),
     _row(
         Rule.FLOAT32,

@@ -9,10 +9,10 @@ The result is a jaxpr, so JAX can differentiate, batch and compile it like any o
 Equations keep their source lines and name stacks.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from jax.extend import core as jc
 from jax.typing import DTypeLike
 
@@ -26,7 +26,7 @@ from jamp._autocast.hijax import with_dtypes
 from jamp._autocast.islands import checkpoint_islands
 from jamp._autocast.marks import Source, marked_source
 from jamp._autocast.origins import origin_of_unknown
-from jamp._autocast.primitives import Rule, primitive_name
+from jamp._autocast.primitives import NO_HALF_KERNEL, Rule, primitive_name
 from jamp._autocast.program import (
     KEPT,
     NO_MODEL,
@@ -92,6 +92,7 @@ class Rewriter(Writer):
         self.fp8 = fp8.plan(values, out_uses) if fp8 else None
         # Maps values to their fp8 versions and the exponents of their scales.
         self.quantized: dict[Atom, list[jc.Var]] = {}
+        self._widened = set[Atom]()  # the values that the program casts to float64
         self.matmuls = 0  # the matmuls with a weight that all iterations share
         self._written: dict[Any, jc.Jaxpr] = {}
         for eqn in values.program.eqns:
@@ -136,11 +137,13 @@ class Rewriter(Writer):
             return
         rule, region = values.ruling(eqn, name, given)
         if rule is None and any(map(is_float, eqn.outvars)):
-            _warn_of_unknown(name)
+            self._warn(_UNKNOWN.format(name=name), AutocastWarning)
         if name == "convert_element_type" and _rounds_kept(values, eqn, given[0]):
-            _warn_of_kept(name_stack(self.scope, eqn))
+            where = "/".join(filter(None, name_stack(self.scope, eqn).split("/")))
+            self._warn(_ROUNDED.format(where=where), PrecisionWarning)
         stays = rule is Rule.RECORDED or not is_castable_eqn(eqn, rule, values.half)
         if rule is None or stays:
+            self._warn_of_float64(eqn, rule)
             self.emit_recorded(eqn, is_data=region in (KEPT, NO_MODEL))
             why = "unknown primitive" if rule is None else "own dtype"
             if rule is Rule.RECORDED:
@@ -153,6 +156,8 @@ class Rewriter(Writer):
         if self.fp8 is not None and rule is Rule.HALF and not region:
             decision = self.fp8.decide(eqn, decision)
         results, dtype = case.results(decision.dtype, region), decision.dtype
+        if region and dtype == values.half and name in NO_HALF_KERNEL:
+            raise TypeError(_NO_KERNEL.format(region=region, name=name, dtype=dtype))
         if decision.fp8 is not None:
             self._write_in_fp8(eqn, decision, results)
             dtype = self.scope.policy.fp8.dtype
@@ -165,6 +170,25 @@ class Rewriter(Writer):
         if self._noting:
             why = "region" if region else decision.why
             self._note(eqn, why, rule, dtype, region)
+
+    def _warn(self, message: str, category: type[Warning]) -> None:
+        """Warns once in a call of `autocast`, as often as Python's filters allow."""
+        key = "warned", message
+        if key not in self.scope.written:
+            self.scope.written[key] = None
+            warn(message, category)
+
+    def _warn_of_float64(self, eqn: jc.JaxprEqn, rule: Rule | None) -> None:
+        """Warns about a matmul that reads a float32 operand in float64."""
+        if not eqn.outvars or dtype_of(eqn.outvars[0]) != np.float64:
+            return
+        read = [v for v in eqn.invars if isinstance(v, jc.Var)]
+        if eqn.primitive.name == "convert_element_type" and is_float32(eqn.invars[0]):
+            self._widened.add(eqn.outvars[0])
+        elif rule is Rule.HALF and any(
+            is_float32(v) or v in self._widened for v in read
+        ):
+            self._warn(_FLOAT64, PrecisionWarning)
 
     def _reads_mark(self, eqn: jc.JaxprEqn) -> bool:
         """Reads the mark of a param or of a boundary, which it does not write.
@@ -265,28 +289,28 @@ class Rewriter(Writer):
             self._write(eqn, half, results)
 
 
-@functools.cache
-def _warn_of_unknown(name: str) -> None:
-    warn(
-        f"autocast does not know the primitive {name!r}, so it runs in the dtypes of "
-        "your program. Cast its operands to run it in half. To keep its dtypes, pass "
-        f"lists=jamp.AutocastLists().with_primitive({name!r}, 'recorded').",
-        AutocastWarning,
-    )
-
-
 def _rounds_kept(values: Values, eqn: jc.JaxprEqn, operand: Value) -> bool:
     """Returns whether the user's program itself casts a kept param to half."""
     kept = values.scope.policy.of_model and operand.is_kept_param
     return kept and dtype_of(eqn.outvars[0]) == values.half
 
 
-@functools.cache
-def _warn_of_kept(names: str) -> None:
-    where = "/".join(filter(None, names.split("/")))
-    warn(
-        "The program casts a param that keep_fp32 keeps in float32 to half in "
-        f"{where!r}. Remove the cast, such as a layer's `dtype=`. The opt level "
-        "decides which operations run in half.",
-        PrecisionWarning,
-    )
+_UNKNOWN = (
+    "autocast does not know the primitive {name!r}, so it runs in the dtypes of "
+    "your program. Cast its operands to run it in half. To keep its dtypes, pass "
+    "lists=jamp.AutocastLists().with_primitive({name!r}, 'recorded')."
+)
+_ROUNDED = (
+    "The program casts a param that keep_fp32 keeps in float32 to half in "
+    "{where!r}. Remove the cast, such as a layer's `dtype=`. The opt level "
+    "decides which operations run in half."
+)
+_FLOAT64 = (
+    "A matmul of a float64 and a float32 operand runs in float64, as in JAX, so "
+    "autocast does not cast it. If the batch is a NumPy array, pass "
+    "`x.astype(np.float32)`."
+)
+_NO_KERNEL = (
+    "{region!r} asks for {dtype}, and JAX has no kernel for {name!r} in {dtype}. Call "
+    "the function that contains it through `jamp.float_function`."
+)

@@ -91,9 +91,12 @@ def _replacement(attribute: _Attribute) -> Iterator[None]:
     module, name = attribute[0].it, attribute[1]
     with _lock:
         if not _traces[attribute]:
-            now: Any = _steered(attribute, getattr(module, name))
-            if isinstance(inspect.getattr_static(module, name, None), staticmethod):
-                now = staticmethod(now)
+            static = inspect.getattr_static(module, name, None)
+            if isinstance(static, classmethod) and isinstance(module, type):
+                now: Any = classmethod(_steered(attribute, static.__func__))
+            else:
+                now = _steered(attribute, getattr(module, name))
+                now = staticmethod(now) if isinstance(static, staticmethod) else now
             _installed[attribute] = vars(module).get(name, _INHERITED), now
             setattr(module, name, now)
         _traces[attribute] += 1

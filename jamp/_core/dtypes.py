@@ -33,11 +33,14 @@ def is_half(x: Any) -> bool:
 
 
 def is_differentiable(x: object) -> bool:
-    """Returns whether `jax.grad` accepts `x`: a float or complex number or array."""
+    """Returns whether `jax.grad` accepts `x`: a float or complex number or array.
+
+    It does not accept a reference, such as `jax.new_ref` returns.
+    """
     dtype = getattr(x, "dtype", None)
     if dtype is None:
         return isinstance(x, float | complex)
-    return _is_inexact(dtype)
+    return _is_inexact(dtype) and not isinstance(x, jax.Ref)
 
 
 @functools.cache  # a model has many leaves, and few dtypes

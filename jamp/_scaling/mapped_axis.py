@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, PyTree
 
 from jamp._core.dtypes import is_half
-from jamp._core.tree import widen_tree
+from jamp._core.tree import path_string, widen_tree
 from jamp._core.warnings import PrecisionWarning, warn
 from pallas_kernels._compat import varying_axes
 
@@ -65,7 +65,7 @@ def warn_of_half_sums(params: PyTree) -> None:
         missing = sorted(map(str, mapped - varying_axes(leaf)))
         if missing and is_half(leaf):
             warn(
-                f"params{jax.tree_util.keystr(path)} are {leaf.dtype} and replicated "
+                f"The params {path_string(path)!r} are {leaf.dtype} and replicated "
                 f"along {missing} of a shard_map. JAX sums their gradients over it in "
                 f"{leaf.dtype}, and `lax.pmean` has no effect. For the mean in "
                 f"float32, pass `axis_name={missing[0]!r}`.",

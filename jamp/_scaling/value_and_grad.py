@@ -221,7 +221,7 @@ class ScaledGrad:
         keys = groups.resolve_wrt(self.wrt, tuple(whole))
         trained = {k: differentiable(whole[k]) for k in keys}
         if self.axis_name is None:
-            mapped_axis.warn_of_half_sums(trained)
+            mapped_axis.warn_of_half_sums(trained.get(None, trained))
         else:
             trained = mapped_axis.varying(trained, self.axis_name)
         policy = under_policy(run_loss(self.loss_fn), state.properties, state.params)

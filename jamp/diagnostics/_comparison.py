@@ -165,7 +165,9 @@ def _percent(error: float) -> str:
 def _details(row: Row) -> str:
     parts = [f"{_percent(row.added)} added", f"{row.ulps:.2g} ulps"]
     if row.mean != row.error:
-        parts.append(f"worst in {row.loops[-1]}, {_percent(row.mean)} in the mean")
+        # Several calls of a function share a row too, even outside of loops.
+        where = [f"worst in {row.loops[-1]}"] if row.loops else []
+        parts += [*where, f"{_percent(row.mean)} in the mean"]
     for name in ("overflow", "underflow"):
         share = getattr(row, name)
         parts += [f"{share:.1%} {name}"] if share else []

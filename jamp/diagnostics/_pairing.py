@@ -18,6 +18,7 @@ from jamp.diagnostics._step import Step
 
 _ORDERS = ("argmax", "argmin", "top_k")  # integers to compare
 _SELECT = ("select_n", "clamp", "copy", "gather", *TO_FP8)
+_REFERENCES = ("new_ref", "get", "swap", "freeze")
 
 
 class Label(NamedTuple):
@@ -128,7 +129,7 @@ def _label_of(site: Site) -> Label | None:
     """Returns the label, or None for an equation that moves values or recomputes."""
     eqn, name = site.eqn, site.eqn.primitive.name
     values = eqn.invars if name in _ORDERS else eqn.outvars
-    moves = traits_of(name).shape in MOVES or name in _SELECT
+    moves = traits_of(name).shape in MOVES or name in (*_SELECT, *_REFERENCES)
     if (
         not any(is_differentiable(v.aval) for v in values)
         or (moves and name not in _ORDERS and not decides(eqn))
@@ -137,7 +138,9 @@ def _label_of(site: Site) -> Label | None:
     ):
         return None
     shapes = tuple(getattr(v.aval, "shape", ()) for v in eqn.outvars)
-    return Label(site.module, site.phase, primitive_name(eqn), shapes, site.line)
+    # A weight's gradient in a loop is a `product` at levels with autocast.
+    name = "dot_general" if name == "product" else primitive_name(eqn)
+    return Label(site.module, site.phase, name, shapes, site.line)
 
 
 def _labels_in(

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import jamp
-from jamp._autocast import rewrite
 from tests.support.near import assert_near
 from tests.support.programs import equations, products
 
@@ -81,7 +80,6 @@ def test_values_and_gradients_of_a_library(name):
 
 def test_a_vmapped_equinox_primitive_keeps_the_programs_dtype():
     """`vmap` wraps a primitive of `create_vprim` in one named `vprim`."""
-    rewrite._warn_of_unknown.cache_clear()
     seen = set()
 
     def triple(x):

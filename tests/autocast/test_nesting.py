@@ -11,7 +11,6 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 import jamp
-from jamp._autocast import rewrite
 from tests.support.constructs import AROUND
 from tests.support.programs import equations, products, results
 
@@ -165,7 +164,6 @@ def is_opaque(x):
 
 
 def test_an_opaque_call_is_named_once():
-    rewrite._warn_of_unknown.cache_clear()
     with pytest.warns(jamp.AutocastWarning, match="'opaque'") as caught:
         found = [dtypes(half(lambda x: is_opaque(x)), W) for _ in range(2)]
     assert len(caught) == 1 and found == [["float16"] * 2] * 2

@@ -14,7 +14,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import hijax
 
 import jamp
-from jamp._autocast import rewrite
 from tests.autocast.test_coverage import TOLERANCE, W, X
 from tests.support.constructs import AROUND, TABLE, custom_vjp, layer
 from tests.support.near import assert_near
@@ -44,7 +43,6 @@ def upgraded():
 @pytest.fixture(autouse=True)
 def known():
     """Clears the cache of warnings. A warning about any primitive is an error."""
-    rewrite._warn_of_unknown.cache_clear()
 
 
 def assert_half(fn, *args, at_least=1):
@@ -212,7 +210,6 @@ def test_autocast_expands_an_unknown_object():
 @pytest.mark.parametrize("error", [NotImplementedError(), KeyError("scale")])
 def test_an_object_that_cannot_expand_is_opaque(error):
     fn = functools.partial(mystery, fails=error)
-    rewrite._warn_of_unknown.cache_clear()
     with pytest.warns(jamp.AutocastWarning, match="'Mystery'") as warned:
         found = products(half(fn), W, X)
     assert [p.lhs for p in found] == ["float16"]

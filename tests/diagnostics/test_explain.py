@@ -14,7 +14,6 @@ from jax import lax
 from jax.extend.core import Primitive
 
 import jamp
-from jamp._autocast import rewrite
 from jamp.diagnostics._operation import computes, total_flops
 from jamp.diagnostics._source import short_line
 from tests.support.constructs import repeat
@@ -46,7 +45,6 @@ def unknown():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", jamp.AutocastWarning)
         yield
-    rewrite._warn_of_unknown.cache_clear()
 
 
 mystery = Primitive("mystery")
