@@ -159,7 +159,7 @@ ROWS = (
         "elementwise: PrimalLeftTangentRight",
         "same: stop_gradient repeated",
         "mark: name CheckpointName CheckpointNameFwd optimization_barrier apart "
-        "residual sharding_constraint layout_constraint row_major "
+        "residual sharding_constraint layout_constraint row_major made "
         "with_memory_space_constraint reshard device_put pbroadcast pvary "
         "reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast "
         "vary_unreduced_cast_p",

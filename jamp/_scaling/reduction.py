@@ -16,12 +16,15 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend import core as jc
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 from jaxtyping import PyTree
 
 from jamp._autocast import jax_internals
 from jamp._autocast.frames import CHECKPOINT, Frame, frames_of, with_programs
 from jamp._autocast.primitives import Shape, traits_of
 from jamp._autocast.program import Atom, dtype_of
+from jamp._autocast.sums import lower_barrier
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES
 
 # Operations whose results are float32 if all their operands are.
@@ -71,7 +74,7 @@ class _Widening:
 
     def asked(self, program: jc.Jaxpr, outs: frozenset[int]) -> set[jc.Var]:
         """Returns the values that must be float32 if the results `outs` must be."""
-        key = id(program), outs
+        key = program, outs
         if key not in self.known:
             asked = _vars(program.outvars[i] for i in outs)
             made = {v: eqn for eqn in program.eqns for v in eqn.outvars}
@@ -112,7 +115,7 @@ class _Widening:
         self, program: jc.Jaxpr, outs: frozenset[int], ins: Collection[int] = ()
     ) -> jc.Jaxpr:
         """Returns a program with the results `outs` and the inputs `ins` in float32."""
-        key = id(program), outs, frozenset(ins)
+        key = program, outs, frozenset(ins)
         if key not in self.programs:
             self.programs[key] = self._written(program, outs, ins)
         return self.programs[key]
@@ -178,6 +181,12 @@ class _Widening:
         wide |= {v: _new(v) for v in halves}
         outvars = [wide[v] if v in halves else v for v in eqn.outvars]
         eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
+        if halves and traits_of(name).shape is Shape.MATMUL:
+            # XLA for CPUs cannot run a bfloat16 matmul with a transposed float32
+            # result, if it contracts several dimensions.
+            eqns[-1] = eqns[-1].replace(outvars=(made := list(map(_new, halves))))
+            pairs = zip(made, outvars, strict=True)
+            eqns += [jc.new_jaxpr_eqn([a], [b], _made, {}, set()) for a, b in pairs]
         eqns += [_converted(wide[v], v) for v in halves]
         return True
 
@@ -238,6 +247,15 @@ def _new(var: jc.Var) -> jc.Var:
 def _converted(wide: jc.Var, var: jc.Var) -> jc.JaxprEqn:
     """Returns the equation that casts a float32 value to half."""
     return jax_internals.conversion(wide, dtype_of(var), None).replace(outvars=[var])
+
+
+_made = Primitive("made")  # its operand, which a CPU computes before its readers
+_made.def_impl(lambda x: x)
+_made.def_abstract_eval(lambda x: x)
+ad.deflinear2(_made, lambda cotangent, _: [cotangent])
+batching.defvectorized(_made)
+mlir.register_lowering(_made, lambda _, x: [x])
+mlir.register_lowering(_made, lower_barrier, platform="cpu")
 
 
 def _literal(literal: jc.Literal) -> jc.Literal:

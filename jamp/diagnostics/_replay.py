@@ -24,7 +24,15 @@ type Array = jax.Array | np.ndarray
 # Without XLA's fusions, values round differently, and a while loop may never end.
 _MOST_TRIPS = 100_000
 # Equations that return their operands, and only set types or schedules.
-_MARKS = ("optimization_barrier", "apart", "residual", "repeated", "row_major", "pvary")
+_MARKS = (
+    "optimization_barrier",
+    "apart",
+    "residual",
+    "repeated",
+    "row_major",
+    "made",
+    "pvary",
+)
 
 
 @dataclasses.dataclass(eq=False, slots=True)

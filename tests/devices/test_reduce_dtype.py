@@ -12,6 +12,7 @@ import jamp
 from benchmarks import h200
 from tests.devices import test_many_devices_h200 as steps
 from tests.devices.eight_devices import AXES, mesh_of
+from tests.support.near import distance
 from tests.support.programs import FAST, equations
 from tests.support.states import SGD, make
 
@@ -182,3 +183,16 @@ def test_calls_still_share_their_programs():
         return len({id(call.params["jaxpr"]) for call in calls})
 
     assert programs("float32") == programs(None)
+
+
+@pytest.mark.parametrize("level", ["O2", "O4", "O5"])
+@pytest.mark.parametrize("shape", [(64, 64), (4, 16, 64), (2, 4, 8, 64)])
+def test_a_cpu_contracts_several_dimensions(level, shape):
+    """XLA's own kernel for CPUs is missing with a transposed result."""
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=shape), rng.normal(size=(64, 128)) / 8
+    state = make(level, {"w": np.float32(w)}, reduce_dtype="float32", loss_scale=1.0)
+    loss_fn = lambda p, x: jnp.sin(x @ p["w"]).sum()  # noqa: E731
+    grad = jax.jit(jamp.scaled_grad(loss_fn))(state, np.float32(x))["w"]
+    rows = x.reshape(-1, 64)
+    assert distance(grad, rows.T @ np.cos(rows @ w)) < 2.0**-6
