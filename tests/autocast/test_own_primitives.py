@@ -14,6 +14,7 @@ import jamp
 import pallas_kernels
 from jamp._autocast import pins, products, sums
 from jamp._fp8 import quantized
+from jamp._scaling import reduction
 from pallas_kernels import layouts
 
 NUMBERS = ((1,), (0,)), ((), ())  # of a matmul of two matrices
@@ -32,6 +33,7 @@ LINEAR = {
     "product": lambda x: products.product_with(x, jnp.eye(8), NUMBERS, False),
     "product (first)": lambda x: products.product_with(x, jnp.eye(8), NUMBERS, True),
     "row_major": layouts._row_major.bind,
+    "made": reduction._made.bind,
     "fp8_derivative": lambda x: fp8_derivative(x, jnp.eye(8, dtype=x.dtype)),
 }
 OTHERS = {
