@@ -185,10 +185,9 @@ class Rewriter(Writer):
         read = [v for v in eqn.invars if isinstance(v, jc.Var)]
         if eqn.primitive.name == "convert_element_type" and is_float32(eqn.invars[0]):
             self._widened.add(eqn.outvars[0])
-        elif rule is Rule.HALF and any(
-            is_float32(v) or v in self._widened for v in read
-        ):
-            self._warn(_FLOAT64, PrecisionWarning)
+        elif rule is Rule.HALF and any(dtype_of(v) == np.float64 for v in read):
+            if any(is_float32(v) or v in self._widened for v in read):
+                self._warn(_FLOAT64, PrecisionWarning)
 
     def _reads_mark(self, eqn: jc.JaxprEqn) -> bool:
         """Reads the mark of a param or of a boundary, which it does not write.

@@ -117,6 +117,7 @@ def test_another_process_runs_exported_passes(tmp_path):
 
 
 @pytest.mark.slow  # exports 420 programs
-def test_another_process_runs_all_exported_passes(tmp_path):
-    cases = [(n, level, p) for n in MODELS for level in LEVELS for p in PASSES]
+@pytest.mark.parametrize("name", MODELS)
+def test_another_process_runs_all_exported_passes(name, tmp_path):
+    cases = [(name, level, which) for level in LEVELS for which in PASSES]
     assert_exported(tmp_path, cases)
