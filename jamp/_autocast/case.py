@@ -267,7 +267,7 @@ class Case:
             source=source,
             is_input=values.is_input(self.eqn),
             invariant=self.traits.shape is Shape.RESHAPE and self.given[0].invariant,
-            changes=None if in_half else values.changes(self.eqn),
+            changes=None if in_half else values.changes(self.eqn, self.given),
             carried=self.vote == FLOAT32 and self.adds_to_carry,
         )
         return [

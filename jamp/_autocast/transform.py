@@ -25,6 +25,7 @@ from jamp._autocast.marks import MARKERS, traced_for
 from jamp._autocast.primitives import Rule
 from jamp._autocast.program import Policy, Scope, recorded
 from jamp._autocast.rewrite import program
+from jamp._autocast.run import run
 from jamp._autocast.sums import moves_taken_out
 from jamp._autocast.traced import Traced, traced
 from jamp._autocast.tracing import disabled, fp8_disabled, tracing
@@ -90,7 +91,7 @@ def autocast_in[**P, R](scope: Scope, fn: Callable[P, R]) -> Callable[P, R]:
         nothing = contextlib.nullcontext()
         advice = advising() if has_rules(jaxpr) else nothing
         with mark if tracing.value else nothing, advice:
-            outs = jc.jaxpr_as_fun(_rewritten(jaxpr, scope))(*values)
+            outs = run(_rewritten(jaxpr, scope), values)
         # Outside of `jit`, constants may not be arrays. Casts drop weak types.
         pairs = zip(outs, jaxpr.outvars, strict=True)
         out = rebuild([jax_internals.array_of_type(x, v.aval) for x, v in pairs])

@@ -218,7 +218,7 @@ class Values:
         """Returns the results of an equation that keeps the user's dtypes."""
         given = self.of(eqn.invars)
         source = Source.DATA if is_data else joint_source(given)
-        is_input, changes = self.is_input(eqn), self.changes(eqn)
+        is_input, changes = self.is_input(eqn), self.changes(eqn, given)
         asks, has_vote = False, True
         if eqn.primitive.name == "convert_element_type":
             # A mask is exact in any dtype, so it has no vote. A number has none either.
@@ -240,15 +240,11 @@ class Values:
         """Returns whether the results of an equation are inputs, see `Value`."""
         if traits_of(eqn.primitive.name).shape not in _PARTS:
             return False
-        return all(
-            x.is_input
-            for x, v in zip(self.of(eqn.invars), eqn.invars, strict=True)
-            if is_float(v)
-        )
+        return all([self[v].is_input for v in eqn.invars if is_float(v)])
 
-    def changes(self, eqn: jc.JaxprEqn) -> bool | None:
+    def changes(self, eqn: jc.JaxprEqn, given: Sequence[Value]) -> bool | None:
         """Returns the field of `Value` for the results of an equation."""
-        changes = [self[v].changes for v in eqn.invars]
+        changes = [value.changes for value in given]
         if None in changes or not changes:
             return None
         moves = traits_of(eqn.primitive.name).shape in (*_PARTS, Shape.MOVE)

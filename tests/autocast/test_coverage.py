@@ -38,7 +38,8 @@ def both_passes(name, cast):
 
 @pytest.mark.parametrize("name", TABLE)
 def test_coverage(name):
-    plain = both_passes(name, lambda fn: fn)
+    # In a `jit`, JAX removes the products of a custom derivative that nothing reads.
+    plain = both_passes(name, jax.jit)
     count = len(products(plain, W, X))
     for half in ("bfloat16", "float16"):
         fn = both_passes(name, functools.partial(jamp.autocast, dtype=half))

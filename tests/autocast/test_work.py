@@ -1,6 +1,8 @@
 """Test that the work of a trace is proportional to the size of the program."""
 
 import functools
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import pytest
 from jax import lax
 
 import jamp
+from jamp._autocast.run import jit_of
 from tests.support.calls import calls_of
 from tests.support.constructs import custom_vjp, repeat
 
@@ -143,3 +146,20 @@ def test_the_data_of_an_object_with_a_rule_is_not_searched():
 
     few, many = (work(jamp.autocast(trainer(rows))) for rows in (10, 10_000))
     assert few == many
+
+
+def test_the_shared_functions_of_equations_hold_no_programs():
+    """A cache that outlives a trace must not keep the user's arrays."""
+
+    def traced():
+        constant = jnp.ones(8)
+        loop = lambda w: repeat(lambda c, _: c @ w + constant, W, length=3).sum()  # noqa: E731
+        jax.make_jaxpr(jax.grad(jamp.autocast(loop)))(W)
+        return weakref.ref(constant)
+
+    before = jit_of.cache_info().currsize
+    constant = traced()
+    assert jit_of.cache_info().currsize - before < 20 and jit_of.cache_info().maxsize
+    jax.clear_caches()
+    gc.collect()
+    assert constant() is None

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import pytest
 
-from benchmarks import lean
+from benchmarks import lean, lean_transformers
 from tests.support.extent import more
 
 pytestmark = pytest.mark.standard_promotion
@@ -142,7 +142,7 @@ def test_a_step_is_as_lean_on_a_tpu(name, mode):
 # Tracing and lowering, measured in Python calls, whose number does not vary.
 
 
-def calls(name: str, mode: str) -> int:
+def calls(case: lean.Case, mode: str) -> int:
     """Counts the calls that trace and lower a step."""
 
     def lower():
@@ -150,7 +150,7 @@ def calls(name: str, mode: str) -> int:
         args = state, (case.inputs, case.targets), key
         return lean.count_calls(lambda: jax.jit(step).trace(*args).lower())
 
-    case, key = lean.CASES[name], jax.eval_shape(jax.random.key, 0)
+    key = jax.eval_shape(jax.random.key, 0)
     lower()  # JAX caches traces of its own functions
     return lower()
 
@@ -158,7 +158,16 @@ def calls(name: str, mode: str) -> int:
 TRACED = ["gpt2", "gpt2-scan", *more("BUDGETS", ["resnet50"])]
 
 
+@pytest.mark.parametrize("mode", ["widest", "narrowest"])
 @pytest.mark.parametrize("name", TRACED)
-def test_tracing_and_lowering_take_at_most_half_as_long_again(name):
-    ratio = calls(name, "widest") / calls(name, "plain")
-    assert ratio <= 1.5, ratio  # 1.46, 1.34 and 1.47
+def test_tracing_and_lowering_take_little_longer(name, mode):
+    ratio = calls(lean.CASES[name], mode) / calls(lean.CASES[name], "plain")
+    bound = 1.45 if name == "gpt2-scan" else 1.35
+    assert ratio <= bound, ratio  # gpt2: 1.23 and 1.24, gpt2-scan: 1.31 and 1.36
+
+
+@pytest.mark.slow
+def test_tracing_many_layers_takes_little_longer():
+    """JAX differentiates equal equations once, as in the program without autocast."""
+    deep = lean.text(lean_transformers.GPT2(depth=96), 1, 8)
+    assert calls(deep, "widest") <= 1.3 * calls(deep, "plain")
