@@ -63,10 +63,6 @@ def _sums_only_weights(original: Function) -> Function:
     return write
 
 
-def _only_in_loops(original: Function) -> Function:
-    return lambda values, x: values.scope.loop and original(values, x)
-
-
 def _without_copies(original: Function) -> Function:
     return lambda numbers, first, copies: original(numbers, first, 0)
 
@@ -163,11 +159,6 @@ MECHANISMS = {
         "The gradient of a weight that a loop shares is a sum of float32 matmuls.",
         "decide.summed_weight",
         _gives(None),
-    ),
-    "tables": Mechanism(
-        "The gradient of a weight that a lookup also reads is a float32 matmul.",
-        "decide._is_summed",
-        _only_in_loops,
     ),
     "loops": Mechanism(
         "Operations that only rearrange a scan's constants run before the scan.",

@@ -60,8 +60,6 @@ class Case:
                 self.adds_to_carry = self._adds_to_carry()
             if name == "add" and values.half in self.votes:
                 self.bias = self._bias()
-            if name == "gather" and given[0].is_input and given[0].vote == FLOAT32:
-                values.tables.update(given[0].origin.roots)
             self.vote = self._vote()
         self.is_half = self.has_float32_result and self.vote == values.half
         self.origins = [

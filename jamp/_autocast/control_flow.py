@@ -179,10 +179,7 @@ def _program(
     if frame and rewriter.fp8:
         uses = rewriter.fp8.uses_of_results(frame)
     scope = rewriter.values.scope_of_programs(eqn)
-    found = program(jaxpr, given, scope, rewriter.rules, uses)
-    tables = found.values.tables
-    rewriter.values.tables |= {root for root, i in numbers.items() if i in tables}
-    return found
+    return program(jaxpr, given, scope, rewriter.rules, uses)
 
 
 def _called(

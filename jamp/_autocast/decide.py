@@ -180,17 +180,13 @@ def _repeated(case: Case) -> jc.Var | None:
 
 
 def summed_weight(case: Case) -> jc.Var | None:
-    """Returns the operand of a matmul whose gradient sums several terms, or None.
+    """Returns the operand of a matmul that all iterations of a loop share, or None.
 
-    All iterations of a loop share the operand, or a lookup also reads its rows.
+    Its gradient is a sum over the iterations.
     """
-    if not is_plain(case.eqn):
+    if not is_plain(case.eqn) or not case.values.scope.loop:
         return None
     pairs = zip(case.eqn.invars, case.given, strict=True)
-    shared = [v for v, x in pairs if is_float32(v) and _is_summed(case.values, x)]
+    shared = [v for v, x in pairs if is_float32(v) and x.invariant]
     return shared[0] if len(shared) == 1 and isinstance(shared[0], jc.Var) else None
 
-
-def _is_summed(values: Values, value: Value) -> bool:
-    is_table = not values.tables.isdisjoint(value.origin.roots)
-    return value.invariant and values.scope.loop or value.is_input and is_table

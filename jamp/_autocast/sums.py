@@ -18,9 +18,6 @@ The gradient of a lookup, such as the rows of an embedding table, is a sum over 
 examples that read a row. XLA scatters half cotangents into a half array, and rounds
 after each addition. So a lookup in a half array scatters into a float32 array.
 
-The gradient of a head that shares its weight with an embedding table adds to the
-gradient of the rows, in float32.
-
 The gradient of a weight that all iterations of a loop share is a sum with one matmul
 per iteration. In half, separate kernels would write, read and add each matmul. XLA for
 CUDA adds a float32 matmul of half operands in the kernel that computes it, which takes

@@ -137,8 +137,6 @@ class Values:
         self.results = {v for v in program.outvars if isinstance(v, jc.Var)}
         self._stack: Any = None  # the name stack of the last equation
         self._last: tuple[Rule | None, str] | None = None  # and its region
-        # The roots of the float32 embedding tables: the program looks up their rows.
-        self.tables: set[Any] = set()
         self.known = {
             v: self.unknown(v)._replace(is_input=True, changes=is_float32(v) or None)
             for v in program.constvars

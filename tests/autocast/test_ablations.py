@@ -92,7 +92,6 @@ EXAMPLES = {
         lambda w, x: standardised(x @ w) @ w, SQUARES, "O4", NARROWEST
     ),
     "weights, cotangent copies": Example(rnn, (*SQUARES, MATRICES)),
-    "tables": Example(lambda w, x: w[jnp.arange(4)] @ w.T @ x, SQUARES),
     "loops": Example(lstm, (*SQUARES, MATRICES)),
     "half params": Example(
         lambda shift, x, w: x @ w + shift * 3.0, (MATRIX, *SQUARES), "O5"
