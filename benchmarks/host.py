@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from benchmarks import lean, runs
+from benchmarks import lean, lean_cases, runs
 from benchmarks.lean_images import LSTM
 from benchmarks.lean_transformers import GPT2, ViT
 from benchmarks.runs import Run
@@ -50,10 +50,10 @@ class MLP(nn.Module):
 
 ROWS = jax.ShapeDtypeStruct((64, 784), jnp.float32)
 MODELS = {
-    "MLP": lean.Case(MLP(), ROWS, jax.ShapeDtypeStruct((64,), jnp.int32)),
-    "GPT-2": lean.text(GPT2(2), 2, 64),
-    "ViT": lean.images(ViT(2), 2, 64),
-    "LSTM": lean.text(LSTM(), 2, 16),
+    "MLP": lean_cases.Case(MLP(), ROWS, jax.ShapeDtypeStruct((64,), jnp.int32)),
+    "GPT-2": lean_cases.text(GPT2(2), 2, 64),
+    "ViT": lean_cases.images(ViT(2), 2, 64),
+    "LSTM": lean_cases.text(LSTM(), 2, 16),
 }
 # Names of steps, with a mode of `lean.program` and whether jamp writes the step.
 STEPS = {

@@ -116,7 +116,7 @@ MECHANISMS = {
         _first,
     ),
     "logit biases": Mechanism(
-        "A bias is added in float32 if only a head reads the sum.",
+        "A bias is added in float32 if only a head with a label reads the sum.",
         "heads._place_of_bias",
         _gives(None),
     ),
@@ -186,7 +186,7 @@ MECHANISMS = {
         _without_barrier,
     ),
     "head barrier": Mechanism(
-        "A barrier separates the saved sums of a head from their backward readers.",
+        "A barrier separates the residuals of a head from their backward readers.",
         "heads.checkpoint",
         _without_barrier,
     ),

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jamp
-from benchmarks import h200, lean
+from benchmarks import h200, lean, lean_cases
 from benchmarks.h200 import CHEAP
 from benchmarks.hlo import Program
 from benchmarks.lean_transformers import GPT2
@@ -100,7 +100,7 @@ FIVE = ("gpt2", "gpt2-scan", "llama", "vit", "bert")
 # Each takes a minute in `make budgets`. CI compiles a small model.
 CASES = [("small", "H200")]
 CASES += more("BUDGETS", itertools.product(FIVE, ("H200", "B200")))
-SMALL = lean.text(GPT2(2, width=384, scan=True), 4, 128)
+SMALL = lean_cases.text(GPT2(2, width=384, scan=True), 4, 128)
 # XLA would merge matmuls that share an operand.
 SINGLE = CUBLAS | {"xla_gpu_dot_merger_threshold_mb": 0}
 

@@ -1,8 +1,8 @@
-"""Test that steps move few more bytes than models written in half, on 15 architectures.
+"""Test that steps move few more bytes than models written in half.
 
-`benchmarks.lean` documents and prints the comparison. These tests have the bounds. The
-suite compiles two models, because each takes 20 seconds. `make budgets` compiles all,
-and `make tpu` fifteen for a TPU v5e.
+`benchmarks.lean` documents and prints the comparison of 15 architectures and 11 losses.
+These tests have the bounds. The suite compiles two models, because each takes 20
+seconds. `make budgets` compiles all, and `make tpu` fifteen for a TPU v5e.
 """
 
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import pytest
 
-from benchmarks import lean, lean_transformers
+from benchmarks import lean, lean_cases, lean_transformers
 from tests.support.extent import more
 
 pytestmark = pytest.mark.standard_promotion
@@ -34,7 +34,7 @@ BOUNDS = {
     "O6": Bound(1.10, 1.02, 2.2),
     **dict.fromkeys(lean.FUSED, Bound(1.003, 1.003, 1.0)),
 }
-UNTIED = ("widest", "narrowest", "O5")  # modes of heads with 32,000 and 128,256 words
+UNTIED = ("widest", "narrowest", "O5")  # modes of losses, and of 32,000 words and more
 # Exceptions with reasons. Comments at the end have the measured values.
 EXCEPTIONS = {
     # The class token is float32, so torch's rules make the stream float32.
@@ -57,7 +57,11 @@ EXCEPTIONS = {
     ("tied", "narrowest"): Bound(0.65, 0.45),  # 0.639 and 0.439
     ("tied", "O5"): Bound(0.61, 0.36),  # 0.597 and 0.342
     **{(n, m): Bound(0.68, 0.46) for n in ("words-few", "words-many") for m in UNTIED},
+    # XLA sums the bias's gradient in another kernel than the cotangents.
+    ("entropy", "O5"): Bound(1.015, 1.03),  # 1.014 and 1.028
 }
+# Measured: at most 1.000 and 1.000. A kernel more sums the gradient of a bias.
+LOSS = Bound(1.001, 1.001, 1.25)
 # On a TPU v5e.
 ON_TPU = {
     "widest": Bound(1.10, 1.10),
@@ -97,14 +101,15 @@ EXCEPTIONS_ON_TPU = {
     ("bert-short", "O5"): Bound(0.98, 1.17),  # 0.971 and 1.153
 }
 BERTS = ("bert", "bert-sure", "bert-heads", "bert-short")
-WORST = ("gpt2-wide", "vit-plain")  # of `lean.VARIANTS`
+WORST = ("gpt2-wide", "vit-plain")  # of `lean_cases.VARIANTS`
 TPU_NAMES = ("gpt2", "gpt2-scan", "vit", "convnext", "unet", "llama", "linen")
 TPU_NAMES += ("resnet50", "mixer", *WORST, *BERTS)
 SAMPLE = [("gpt2", "widest"), ("vit", "O5")]
 IN_FP8 = ("gpt2", "gpt2-scan", "llama", "vit", "bert")
 ALL = [(name, mode) for name in lean.CASES for mode in lean.MODES if mode != "O6"]
 ALL += [(name, "O6") for name in IN_FP8]
-ALL += [key for key in EXCEPTIONS if key[0] in lean.VARIANTS]
+ALL += [key for key in EXCEPTIONS if key[0] in lean_cases.VARIANTS]
+ALL += [(name, mode) for name in lean_cases.LOSSES for mode in UNTIED]
 REST = more("BUDGETS", (case for case in ALL if case not in SAMPLE))
 
 
@@ -129,7 +134,8 @@ def assert_lean(name: str, mode: str, bound: Bound, on_tpu: bool = False) -> Non
 @pytest.mark.h200
 @pytest.mark.parametrize(("name", "mode"), SAMPLE + REST)
 def test_a_step_is_as_lean_as_by_hand(name, mode):
-    assert_lean(name, mode, EXCEPTIONS.get((name, mode), BOUNDS[mode]))
+    usual = LOSS if name in lean_cases.LOSSES else BOUNDS[mode]
+    assert_lean(name, mode, EXCEPTIONS.get((name, mode), usual))
 
 
 @pytest.mark.parametrize("mode", more("TPU", ON_TPU))
