@@ -9,7 +9,12 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from benchmarks import lean_images, lean_losses, lean_transformers as lean_text
+from benchmarks import (
+    lean_forms,
+    lean_images,
+    lean_losses,
+    lean_transformers as lean_text,
+)
 
 
 def cross_entropy(logits: Array, labels: Array) -> Array:
@@ -99,4 +104,9 @@ def losses() -> dict[str, Case]:
 
 
 LOSSES = losses()
-ALL = CASES | VARIANTS | LOSSES
+FORMS = {
+    f"attention-{form}-{mask}": text(lean_forms.Encoder(form, mask == "one"), 16, 512)
+    for form in ("linen", "nnx", "where", "product")
+    for mask in ("each", "one")
+} | {"attention-jax": text(lean_forms.Encoder("jax"), 16, 512)}
+ALL = CASES | VARIANTS | LOSSES | FORMS

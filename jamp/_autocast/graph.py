@@ -21,11 +21,13 @@ from jamp._autocast.frames import (
     Kind,
     frames_of,
     once_per_program,
+    program_of,
     with_equations,
 )
 from jamp._autocast.pins import with_pins
 from jamp._autocast.primitives import Shape, primitive_name, traits_of
 from jamp._autocast.program import Atom, dtype_of, is_float, size_of
+from jamp._autocast.sums import with_bias
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES
 
 # The backward pass may recompute these, because they have no effects.
@@ -155,6 +157,40 @@ def is_kept(primitive: jc.Primitive, *_: Any, **__: Any) -> bool:
     # `softmax` gives a name to the value that it saves.
     name = primitive.name
     return name == "name" or traits_of(name).shape is Shape.REDUCE
+
+
+def with_bias_sums(graph: Graph, region: Region, programs: dict[Any, Any]) -> Region:
+    """Returns a region with the sums of a matmul and a bias that only it reads."""
+    inside = region.members - region.shared
+    read = inputs_of([graph.eqns[i] for i in sorted(region.members)])
+    alone = [v for v in read if graph.readers_of([v]) <= inside]
+    sums = {graph.makers[v] for v in alone if v in graph.makers}
+    sums = {i for i in sums if is_bias_sum(graph.eqns[i], programs)}
+    return Region(region.members | sums, region.shared)
+
+
+def is_bias_sum(eqn: jc.JaxprEqn, programs: dict[Any, Any]) -> bool:
+    """Returns whether an equation adds a bias to a half matmul."""
+    if not frames_of(eqn):
+        return False
+    sums = (program_of(new) for key, new in programs.items() if key[0] is with_bias)
+    return any(program_of(eqn) is program for program in sums)
+
+
+def fuses_rows(eqns: Sequence[jc.JaxprEqn], size: int) -> bool:
+    """Returns whether a costly array depends on a sum or a maximum, as in a softmax.
+
+    XLA for GPUs computes such rows in one kernel, from the maximum to the result or to
+    the cotangents. With a barrier in between, it reads them several times.
+    """
+    after = set[jc.Var]()
+    for eqn in eqns:
+        reads = not after.isdisjoint(variables_in(eqn.invars))
+        if reads and is_costly(eqn) and variables_in(eqn.outvars, size):
+            return True
+        if reads or is_kept(eqn.primitive):
+            after.update(eqn.outvars)
+    return False
 
 
 def may_be_inside(eqn: jc.JaxprEqn) -> bool:

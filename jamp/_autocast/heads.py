@@ -14,8 +14,8 @@ saves float32 values of the forward pass too, if the backward pass reads the sam
 residuals. A barrier on a residual prevents this, and also ends a fusion. So a head has
 a barrier where its passes over the logits are separate kernels in any case:
 
-- If no large value depends on a sum, as in a sigmoid's loss, one pass reduces the
-  logits, and a second one computes the cotangents. The head pins the logits.
+- If the loss has no softmax, as a sigmoid's loss, one pass reduces the logits, and a
+  second one computes the cotangents. The head pins the logits, as an island does.
 - If the head picks a label's logit, the gather ends the fusion of a softmax. The head
   pins its sums and maxima, which suffice to recompute the exponentials.
 - XLA fuses the rows of any other softmax, from its maximum to the cotangents. With
@@ -32,13 +32,15 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core as jc
 
-from jamp._autocast.frames import frames_of, program_of, with_equations
+from jamp._autocast.frames import program_of, with_equations
 from jamp._autocast.graph import (
     Graph,
     Region,
     checkpoint,
+    fuses_rows,
     has_costly,
     inputs_of,
+    is_bias_sum,
     is_costly,
     is_kept,
     may_be_inside,
@@ -48,7 +50,6 @@ from jamp._autocast.jax_internals import at_place, conversion
 from jamp._autocast.labels import labels_in
 from jamp._autocast.primitives import Shape, primitive_name, traits_of
 from jamp._autocast.program import dtype_of, size_of
-from jamp._autocast.sums import with_bias
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES
 
 type Labels = Mapping[jc.Var, jc.JaxprEqn]
@@ -68,7 +69,8 @@ def checkpoint_heads(jaxpr: jc.Jaxpr, programs: dict[Any, Any], loop: bool) -> j
         if members := _head(graph, source, labels):
             size = size_of(source)
             picks = any(v in labels for i in members for v in graph.eqns[i].outvars)
-            is_one_pass = not picks and not _reads_sums(graph, members, size)
+            inside = [graph.eqns[i] for i in sorted(members)]
+            is_one_pass = not picks and not fuses_rows(inside, size)
             place = _place_of_bias(graph, source, programs)
             if place is not None and (picks or is_one_pass):
                 graph = _with_float32_bias(graph, *place) if picks else graph
@@ -90,18 +92,6 @@ def checkpoint_heads(jaxpr: jc.Jaxpr, programs: dict[Any, Any], loop: bool) -> j
             # The checkpoint returns these labels, but must stay a checkpoint.
             labels = {v: eqn for v, eqn in labels.items() if v not in head[1].outvars}
     return graph.jaxpr
-
-
-def _reads_sums(graph: Graph, members: set[int], size: int) -> bool:
-    """Returns whether a large value in a head depends on a sum or a maximum in it."""
-    after = set[int]()
-    for i in sorted(members):
-        eqn = graph.eqns[i]
-        if graph.needs[i] & after and variables_in(eqn.outvars, size):
-            return True
-        if graph.needs[i] & after or is_kept(eqn.primitive):
-            after.add(i)
-    return False
 
 
 def _is_stored(value: jc.Var, graph: Graph) -> bool:
@@ -126,8 +116,7 @@ def _place_of_bias(
     if maker is None or len(readers) != 1 or not all(map(graph.has_gradient, readers)):
         return None
     (cast,), eqn = readers, graph.eqns[maker]
-    sums = [program_of(new) for key, new in programs.items() if key[0] is with_bias]
-    is_call = bool(frames_of(eqn)) and any(program_of(eqn) is p for p in sums)
+    is_call = is_bias_sum(eqn, programs)
     is_cast = graph.eqns[cast].primitive.name == "convert_element_type"
     return (maker, cast) if is_call and is_cast else None
 

@@ -1,0 +1,99 @@
+"""Attention and recurrent layers of `benchmarks.lean`, in the forms that people write.
+
+`Encoder` is a BERT with attention of Flax Linen, of NNX, of `jax.nn` or by hand. Its
+dropout is a `where` or a product, with a mask for each head or one for all.
+`Recurrent` has LSTMs and GRUs of Linen, of NNX and by hand.
+"""
+
+import functools
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from benchmarks.lean_transformers import MLP, VOCABULARY, WIDTH, exact_gelu
+
+HEADS, RATE = 12, 0.1
+
+
+def by_where(weights: Array, keep: Array) -> Array:
+    return jnp.where(keep, weights / (1 - RATE), 0)
+
+
+def by_product(weights: Array, keep: Array) -> Array:
+    return weights * (keep.astype(weights.dtype) / (1 - RATE))
+
+
+class Written(nn.Module):
+    """Self-attention by hand, or by `jax.nn` without a `drop`."""
+
+    drop: Callable[[Array, Array], Array] | None
+    one_mask: bool
+    dtype: DTypeLike | None = None
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        dense = functools.partial(nn.DenseGeneral, dtype=self.dtype)
+        split = (HEADS, x.shape[-1] // HEADS)
+        q, k, v = (dense(split, name=name)(x) for name in "qkv")
+        if self.drop is None:
+            y = jax.nn.dot_product_attention(q, k, v, implementation="xla")
+        else:
+            scores = jnp.einsum("bqhd,bkhd->bhqk", q / split[1] ** 0.5, k)
+            weights = jax.nn.softmax(scores)
+            shape = (1, 1, *weights.shape[2:]) if self.one_mask else weights.shape
+            keep = jax.random.bernoulli(self.make_rng("dropout"), 1 - RATE, shape)
+            y = jnp.einsum("bhqk,bkhd->bqhd", self.drop(weights, keep), v)
+        return dense(x.shape[-1], (-2, -1), name="out")(y)
+
+
+def linen(one_mask: bool, dtype: DTypeLike | None) -> nn.Module:
+    return nn.MultiHeadDotProductAttention(
+        HEADS,
+        dtype=dtype,
+        dropout_rate=RATE,
+        broadcast_dropout=one_mask,
+        deterministic=False,
+    )
+
+
+def of_nnx(one_mask: bool, dtype: DTypeLike | None) -> nn.Module:
+    options = {"dropout_rate": RATE, "broadcast_dropout": one_mask, "decode": False}
+    options |= {"deterministic": False, "dtype": dtype}
+    return nnx.bridge.ToLinen(nnx.MultiHeadAttention, (HEADS, WIDTH), options)
+
+
+FORMS = {
+    "linen": linen,
+    "nnx": of_nnx,
+    "where": functools.partial(Written, by_where),
+    "product": functools.partial(Written, by_product),
+    "jax": functools.partial(Written, None),
+}
+
+
+class Encoder(nn.Module):
+    """A BERT of one form of attention, with a separate head."""
+
+    form: str
+    one_mask: bool = False
+    depth: int = 2
+    dtype: DTypeLike | None = None
+
+    @nn.compact
+    def __call__(self, tokens: Array) -> Array:
+        norm = functools.partial(nn.LayerNorm, dtype=self.dtype)
+        drop = functools.partial(nn.Dropout, RATE, deterministic=False)
+        embed = functools.partial(nn.Embed, features=WIDTH, dtype=self.dtype)
+        x = embed(VOCABULARY)(tokens)
+        x = x + embed(512, name="places")(jnp.arange(tokens.shape[1]))
+        x = drop()(norm()(x))
+        for _ in range(self.depth):
+            attend = FORMS[self.form](self.one_mask, self.dtype)
+            x = norm()(x + drop()(attend(x)))
+            x = norm()(x + drop()(MLP(4 * WIDTH, exact_gelu, self.dtype)(x)))
+        return nn.Dense(VOCABULARY, dtype=self.dtype)(x)
