@@ -68,6 +68,9 @@ def _open(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     params = with_programs(eqn, written)
     ins = [value.dtype for value in given]
     rewriter.emit(eqn, ins, in_dtypes(results, outs), params)
+    made = rewriter.eqns[-1].outvars
+    if made and not frames[0].own_residuals:
+        rewriter.calls[made[0]] = [program for program, _ in pairs]
 
 
 def _scan(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:

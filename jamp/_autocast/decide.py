@@ -189,4 +189,3 @@ def summed_weight(case: Case) -> jc.Var | None:
     pairs = zip(case.eqn.invars, case.given, strict=True)
     shared = [v for v, x in pairs if is_float32(v) and x.invariant]
     return shared[0] if len(shared) == 1 and isinstance(shared[0], jc.Var) else None
-

@@ -17,6 +17,7 @@ from jax.extend import core as jc
 from jax.typing import DTypeLike
 
 from jamp._autocast import jax_internals
+from jamp._autocast.borders import with_rounded_results
 from jamp._autocast.calls import call
 from jamp._autocast.case import Case
 from jamp._autocast.decide import Decision, decide
@@ -94,6 +95,8 @@ class Rewriter(Writer):
         self.quantized: dict[Atom, list[jc.Var]] = {}
         self._widened = set[Atom]()  # the values that the program casts to float64
         self.matmuls = 0  # the matmuls with a weight that all iterations share
+        # Maps the first result of an open call to the programs that the call holds.
+        self.calls: dict[jc.Var, list[Rewriter]] = {}
         self._written: dict[Any, jc.Jaxpr] = {}
         for eqn in values.program.eqns:
             self.equation(eqn)
@@ -112,7 +115,7 @@ class Rewriter(Writer):
         return self._written[key]
 
     def _with_results(self, dtypes: Sequence[Any]) -> jc.Jaxpr:
-        written = self.program(dtypes)
+        written = with_rounded_results(self.program(dtypes), self.calls)
         # These run last, because they find float32 regions by the casts around them.
         options = self.scope.written, self.scope.loop
         written = checkpoint_islands(written, *options)

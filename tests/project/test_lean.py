@@ -148,7 +148,7 @@ def test_a_step_is_as_lean_on_a_tpu(name, mode):
 # Tracing and lowering, measured in Python calls, whose number does not vary.
 
 
-def calls(case: lean.Case, mode: str) -> int:
+def calls(case: lean_cases.Case, mode: str) -> int:
     """Counts the calls that trace and lower a step."""
 
     def lower():
@@ -175,5 +175,5 @@ def test_tracing_and_lowering_take_little_longer(name, mode):
 @pytest.mark.slow
 def test_tracing_many_layers_takes_little_longer():
     """JAX differentiates equal equations once, as in the program without autocast."""
-    deep = lean.text(lean_transformers.GPT2(depth=96), 1, 8)
+    deep = lean_cases.text(lean_transformers.GPT2(depth=96), 1, 8)
     assert calls(deep, "widest") <= 1.3 * calls(deep, "plain")
