@@ -20,7 +20,6 @@ from jamp._scaling.incoming import check_counters, check_scale_state
 from jamp._scaling.rules import LossScaleRule, LossScaleState, check_single
 from jamp._state.amp_state import AmpState, extra_fields
 from jamp._state.loading import array_fields, load_weights
-from jamp._state.stalls import forget
 from jamp._state.step import groups_of, master_params, pack_groups
 
 VERSION = 1
@@ -127,7 +126,6 @@ def from_checkpoint(state: AmpState, checkpoint: PyTree) -> AmpState:
         **{name: from_names(getattr(state, name), x) for name, x in others.items()},
     )
     restored = jax.tree.map(place_like, restored, state)
-    forget()
     return copy_shared(restored, (state, checkpoint, found))
 
 

@@ -28,7 +28,6 @@ from jamp._state.incoming import (
     check_float32,
 )
 from jamp._state.new_state import new_state, replicate_uncommitted
-from jamp._state.stalls import forget
 
 S = TypeVar("S", bound=AmpState, default=AmpState)
 
@@ -196,7 +195,6 @@ def initialize_beside(
         **fields,
     )
     _print(state, verbosity)
-    forget()
     return replicate_uncommitted(copy_shared(state, (params, fields)), params)
 
 
