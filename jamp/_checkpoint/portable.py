@@ -11,7 +11,7 @@ from flax.training.train_state import TrainState
 from jaxtyping import PyTree
 
 from jamp._core import groups
-from jamp._core.devices import moves_constants, place_like
+from jamp._core.devices import place_like
 from jamp._core.names import check_same, from_names, to_names
 from jamp._core.numbers import number
 from jamp._core.tree import copy_shared
@@ -33,7 +33,6 @@ _WHAT_IS_READ = (
 )
 
 
-@moves_constants
 def to_checkpoint(state: AmpState) -> dict[str, Any]:
     """Returns the state as nested dicts of arrays, in the same form at every level.
 
@@ -80,7 +79,6 @@ def to_checkpoint(state: AmpState) -> dict[str, Any]:
     }
 
 
-@moves_constants
 def from_checkpoint(state: AmpState, checkpoint: PyTree) -> AmpState:
     """Returns the state with the values of a checkpoint, even from another opt level.
 

@@ -13,7 +13,6 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
-from jamp._core.devices import callers_guard, moves_constants
 from jamp._core.dtypes import HALF_DTYPES, is_differentiable
 from jamp._core.show import format_shapes, short_repr
 from jamp._core.tracers import depends_on, depends_without_grad
@@ -61,7 +60,6 @@ _params: ContextVar[Sequence[Any]] = ContextVar("params", default=())
 _scaled: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 
 
-@moves_constants
 def scale_loss(loss: Array, state: HasLossScales, loss_id: int = 0) -> Float[Array, ""]:
     """Multiplies a loss by the loss scale in float32, for your own `jax.grad`.
 
@@ -102,7 +100,6 @@ def scale_loss(loss: Array, state: HasLossScales, loss_id: int = 0) -> Float[Arr
     return scaled
 
 
-@moves_constants
 def unscale(grads: PyTree, state: HasLossScales, loss_id: int = 0) -> PyTree:
     """Divides the gradients of a loss from `scale_loss` by the scale, in float32.
 
@@ -136,17 +133,13 @@ def unscale(grads: PyTree, state: HasLossScales, loss_id: int = 0) -> PyTree:
 
 
 def run_loss(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a loss function, so that `scale_loss` raises inside it.
-
-    The loss function runs under the caller's `jax.transfer_guard`.
-    """
+    """Wraps a loss function, so that `scale_loss` raises inside it."""
 
     @functools.wraps(loss_fn)
     def run(params, /, *args, **kwargs):
         token = _params.set(jax.tree.leaves(params))
         try:
-            with callers_guard():
-                return loss_fn(params, *args, **kwargs)
+            return loss_fn(params, *args, **kwargs)
         finally:
             _params.reset(token)
 

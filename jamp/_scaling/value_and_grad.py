@@ -15,7 +15,6 @@ from jax import lax
 from jaxtyping import Array, Bool, PyTree
 
 from jamp._core import groups
-from jamp._core.devices import check_same_devices, check_transfers, moves_constants
 from jamp._core.groups import Key, Wrt
 from jamp._core.show import format_shapes
 from jamp._core.tree import (
@@ -70,7 +69,6 @@ class GradOptions(TypedDict, total=False):
     loss_id: int
     wrt: Any
     axis_name: Any
-    predivide: float | None
 
 
 @overload
@@ -95,7 +93,6 @@ def scaled_value_and_grad(
     loss_id: int = 0,
     wrt: Wrt = None,
     axis_name: Hashable = None,
-    predivide: float | None = None,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` for an AmpState: scales the loss, runs the model in half.
 
@@ -114,9 +111,6 @@ def scaled_value_and_grad(
         axis_name: the name of a mapped axis (`shard_map`, `pmap`). The loss and the
             gradients are averaged over it in float32. Under `jit` with sharded arrays,
             leave it out.
-        predivide: apex's `gradient_predivide_factor`. It divides the gradients before
-            the sum over `axis_name`, so that the sum does not overflow. After the sum,
-            jamp divides by the axis size over `predivide`.
 
     Returns:
         `f(state, *args, **kwargs) -> (loss, grads)`, or `((loss, aux), grads)`. The
@@ -125,14 +119,10 @@ def scaled_value_and_grad(
         With `wrt=key` they are the tree of that group; with several keys, the container
         of all groups, with None or no entry for the others.
 
-    Raises:
-        ValueError: `predivide` is not a positive number, or has no `axis_name`.
-
     Raises (when called):
         TypeError: `state` is not an AmpState; the loss is not a float scalar.
         IndexError: `loss_id` is out of range.
-        ValueError: `wrt` names no group; `axis_name` is not bound; arguments are not on
-            the devices of the state; `loss_fn` calls `scale_loss` on its loss.
+        ValueError: `wrt` names no group; `axis_name` is not bound.
 
     >>> import jax.numpy as jnp, jamp, optax
     >>> params = {"w": jnp.ones(2)}
@@ -145,7 +135,7 @@ def scaled_value_and_grad(
     >>> print(loss, grads["w"])  # 8 * 2**16 overflows float16
     16.0 [nan nan]
     """
-    compute = ScaledGrad(loss_fn, has_aux, loss_id, wrt, axis_name, predivide).checked
+    compute = ScaledGrad(loss_fn, has_aux, loss_id, wrt, axis_name).checked
 
     @functools.wraps(loss_fn)
     def value_and_grad(state, /, *args, **kwargs):
@@ -164,13 +154,7 @@ class ScaledGrad:
     loss_id: int = 0
     wrt: Wrt = None
     axis_name: Hashable = None
-    predivide: float | None = None
 
-    def __post_init__(self) -> None:
-        if self.predivide is not None:
-            mapped_axis.check_predivide(self.predivide, self.axis_name)
-
-    @moves_constants
     def checked(
         self, state: HasLossScales, /, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Array, Any], PyTree, Bool[Array, ""] | None]:
@@ -179,14 +163,11 @@ class ScaledGrad:
         `finite` is whether the loss and all gradients are finite, or None if the rule
         does not check.
         """
-        check_same_devices(("state", state), ("args", args), *kwargs.items())
-        check_transfers((args, kwargs))
         if self.axis_name is not None:
             mapped_axis.check_bound(self.axis_name)
         (loss, aux), grads = self.raw(state, *args, **kwargs)
         if self.axis_name is not None:
-            both = grads, loss
-            grads, loss = mapped_axis.averaged(both, self.axis_name, self.predivide)
+            grads, loss = mapped_axis.averaged((grads, loss), self.axis_name)
         raw = {k: split_overwrite(tree)[0] for k, tree in grads.items()}
         rule = state.loss_scale_rules[self.loss_id]
         scale = current_scale(rule, state.loss_scales[self.loss_id])

@@ -13,7 +13,6 @@ from flax.training.train_state import TrainState
 from jaxtyping import PyTree
 
 from jamp._core import groups
-from jamp._core.devices import check_same_devices, moves_constants
 from jamp._core.dtypes import is_half
 from jamp._core.groups import Key
 from jamp._core.show import summary
@@ -117,12 +116,10 @@ class AmpState(TrainState, kw_only=True):
         return text + (f"\n  extra fields: {', '.join(extra)}" if extra else "")
 
     @property
-    @moves_constants
     def loss_scale(self) -> Any:
         """The current loss scale, shape (), float32; a tuple for several losses."""
         return scales_in_use(self.loss_scale_rules, self.loss_scales)
 
-    @moves_constants
     def apply_gradients(
         self,
         grads: PyTree,
@@ -157,13 +154,12 @@ class AmpState(TrainState, kw_only=True):
                 sequence, but `grads` is not.
             IndexError: a `loss_id` is out of range.
             ValueError: gradients or a field differ from the state in structure or
-                shape, or are on other devices; the gradients are of another loss.
+                shape; the gradients are of another loss.
         """
         if self.tx is None:
             raise TypeError(
                 "The state has no optimizer: pass one to jamp.initialize(params, tx)."
             )
-        check_same_devices(("state", self), ("grads", grads), *fields.items())
         losses = by_loss(grads, loss_id, self)
         given = by_group(losses)
         clean = {key: flag for key, (_, _, flag) in given.items()}
@@ -215,7 +211,6 @@ class AmpState(TrainState, kw_only=True):
         """
         return dataclasses.replace(self, **load(self, params, reset_optimizer))
 
-    @moves_constants
     def add_params(
         self,
         params: PyTree,

@@ -10,7 +10,6 @@ import optax
 from jaxtyping import Array, Float, PyTree
 
 from jamp._core import groups
-from jamp._core.devices import moves_constants
 from jamp._core.dtypes import is_castable, is_half
 from jamp._core.tree import check_like, select
 from jamp._scaling.rules import check_single
@@ -25,7 +24,6 @@ _IN_HALF = (
 )
 
 
-@moves_constants
 def incremental_update[T](
     new: PyTree, old: T, step_size: float | Float[Array, ""]
 ) -> T:

@@ -11,7 +11,7 @@ from flax.training.train_state import TrainState
 from jaxtyping import PyTree
 
 from jamp._core import groups
-from jamp._core.devices import moves_constants, place_like
+from jamp._core.devices import place_like
 from jamp._core.dtypes import FLOAT32, cast, is_float, widen
 from jamp._core.names import check_same, from_names, to_names
 from jamp._core.tree import (
@@ -36,7 +36,6 @@ _REMEDY = (
 )
 
 
-@moves_constants
 def load(state: TrainState, params: PyTree, reset_optimizer: bool) -> dict[str, Any]:
     """Returns the fields that `AmpState.load_params` replaces, by name."""
     if reset_optimizer:

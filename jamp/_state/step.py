@@ -10,7 +10,6 @@ from flax.training.train_state import TrainState
 from jaxtyping import ArrayLike, PyTree
 
 from jamp._core import groups
-from jamp._core.devices import moves_constants
 from jamp._core.groups import HasGroups, Key
 from jamp._core.show import kind
 from jamp._core.tree import split_overwrite, trained_params, with_trained
@@ -93,7 +92,6 @@ def pack_groups(by_key: Mapping[Key, Group], like: PyTree) -> dict[str, Any]:
     }
 
 
-@moves_constants
 def master_params(state: TrainState) -> PyTree:
     """Returns the params in float32, from the masters if the state has them.
 

@@ -7,7 +7,6 @@ import optax
 from flax import nnx
 from flax.nnx import filterlib
 
-from jamp._core.devices import moves_constants
 from jamp._policy.casting import cast_to_level
 from jamp._policy.levels import OptLevel
 from jamp._policy.options import InitOptions, check_options
@@ -41,7 +40,6 @@ def initialize[M: Models](
     wrt: filterlib.Filter = nnx.Param,
     **options: Unpack[InitOptions],
 ) -> tuple[M, Optimizer]: ...
-@moves_constants
 def initialize(
     models: Models,
     tx: Tx | None = None,

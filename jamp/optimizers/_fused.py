@@ -16,7 +16,6 @@ import optax
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Bool, Float, PyTree
 
-from jamp._core.devices import moves_constants
 from jamp._core.dtypes import is_castable
 from jamp._core.show import kind
 from jamp._core.tree import check_like, path_parts
@@ -137,7 +136,6 @@ class FusedRule(Hyperparameters, Rule):
         _check_leaves(params, "params")
         return self.state(jnp.zeros((), jnp.int32), *self.moments(params))
 
-    @moves_constants
     def update(
         self,
         updates: PyTree,

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, ArrayLike, Bool, Int, PyTree
 
-from jamp._core.devices import callers_guard
 from jamp._core.dtypes import FLOAT32, cast, is_half, widen
 from jamp._core.groups import check_transformation
 from jamp._core.tree import copy_leaves, select
@@ -299,8 +298,7 @@ def step_weights(
     # A wrapped transformation equals no other, so callers keep the bare one.
     tx = optax.with_extra_args_support(tx)
     grads = jax.tree.map(widen, grads)
-    with callers_guard():
-        updates, new_state = tx.update(grads, state, masters, **extra_args)
+    updates, new_state = tx.update(grads, state, masters, **extra_args)
     stepped = optax.apply_updates(masters, updates)
     if clean is not None:
         new_state = select(clean, new_state, state)

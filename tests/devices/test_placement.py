@@ -1,11 +1,10 @@
-"""Test the placement of a restored state, and arrays on different devices."""
+"""Test the placement of a restored state."""
 
 import functools
 import pathlib
 import tempfile
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
@@ -14,7 +13,6 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jamp
 from tests.devices.eight_devices import mesh_of, misplaced
-from tests.support.states import SGD, make
 
 pytestmark = pytest.mark.standard_promotion  # for optax.adam
 
@@ -23,36 +21,6 @@ ADAM = optax.adam(0.1)
 
 def on_mesh(kind, devices, spec):
     return NamedSharding(mesh_of(kind, (devices,)), spec)
-
-
-FOUR = "devices [0, 1, 2, 3]"
-TWO = "devices [0, 1]"
-ONE = "devices [3]"
-
-
-@pytest.mark.eight_devices
-def test_arrays_on_different_devices_are_named():
-    rows = np.ones((4, 4), np.float32)
-    here, there = (jax.device_put(rows, on_mesh("Auto", n, P("data"))) for n in (4, 2))
-    one = jax.device_put(rows, jax.devices()[3])
-
-    def loss_fn(params, x):
-        return (params["w"].astype(jnp.float32) * x).sum()
-
-    begin = functools.partial(make, "O1", tx=SGD)
-    state = begin({"w": here}, stats=here)
-    grad, step, grads = jamp.scaled_grad(loss_fn), state.apply_gradients, {"w": here}
-    for call, first, other, where in (
-        (lambda: begin({"a": here, "b": there}), "params['a']", "params['b']", TWO),
-        (lambda: begin({"a": here}, stats=[one]), "params['a']", "stats[0]", ONE),
-        (lambda: grad(state, there), "state.step", "args[0]", TWO),
-        (lambda: step(grads={"w": there}), "state.step", "grads['w']", TWO),
-        (lambda: step(grads=grads, stats=there), "state.step", "stats", TWO),
-    ):
-        with pytest.raises(ValueError) as error:
-            call()
-        lie = f"{first} on {FOUR}, and {other} on {where}. Put "
-        assert str(error.value).startswith(f"Arrays are on different devices: {lie}")
 
 
 def on_one(x):
