@@ -11,7 +11,7 @@ is not in the table. The table changes only memory traffic, and keeps no array a
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,19 +19,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, PyTree
 
-from jamp._core.dtypes import FLOAT32, is_differentiable
-from jamp._core.tracers import ancestors, equation_of
+from jamp._core.dtypes import is_differentiable
 from jamp._core.tree import is_traced
-from jamp._core.warnings import PrecisionWarning, warn
-from jamp._scaling.rules import HasLossScales
-
-_NO_SCALE = (
-    "The gradients are computed from the params without the loss scale, which is "
-    "dynamic: small gradients underflow in half. Write "
-    "`jamp.scaled_value_and_grad(loss_fn)(state, ...)`, or `jamp.scale_loss` before "
-    "`jax.grad` and `jamp.unscale` after it. Pass loss_scale=1 to jamp.initialize if "
-    "the whole loss is float32."
-)
 
 
 class Raw(NamedTuple):
@@ -95,24 +84,6 @@ def raw_of(leaf: object) -> Raw | None:
     return Raw(loss_id, grad, scale, finite)
 
 
-def are_unscaled(grads: Sequence[Any], scale: Any) -> bool:
-    """Returns whether gradients are unscaled, or traced from unscaled gradients.
-
-    Args:
-        grads: leaves.
-        scale: the loss scale, or None if it is constant. Gradients that depend on it
-            may be scaled, although they depend on unscaled gradients too.
-    """
-    if any(raw_of(x) is not None for x in grads):
-        return True
-    if not is_traced(scale):
-        return False
-    own = [x for x in grads if getattr(x, "_trace", None) is scale._trace]
-    found = ancestors(own, lambda x: x is not scale and raw_of(x) is None)
-    is_scaled = any(x is scale for x in found)
-    return not is_scaled and any(raw_of(x) is not None for x in found)
-
-
 def still_scaled(grads: PyTree, skips: bool) -> tuple[PyTree, Float[Array, ""] | None]:
     """Returns the scaled gradients and the scale, or `grads` and None if unknown.
 
@@ -127,19 +98,3 @@ def still_scaled(grads: PyTree, skips: bool) -> tuple[PyTree, Float[Array, ""] |
         return grads, None
     (scale,) = scales.values()
     return structure.unflatten([raw.grad for raw in known]), scale
-
-
-def warn_without_scale(grads: Sequence[Any], state: HasLossScales) -> None:
-    """Warns if a traced program computes gradients from params without the scale."""
-    others = [x for x in grads if raw_of(x) is None and equation_of(x) is not None]
-    if not others or not any(rule.moves for rule in state.loss_scale_rules):
-        return
-    # In a program of several steps, a scale is computed from earlier scales.
-    is_scale = lambda x: getattr(x, "shape", None) == () and x.dtype == FLOAT32  # noqa: E731
-    now = [scale_state.scale for scale_state in state.loss_scales]
-    scales = set(map(id, ancestors(now, is_scale)))
-    is_scaled = lambda x: id(x) in scales or raw_of(x) is not None  # noqa: E731
-    found = ancestors(others, lambda x: not is_scaled(x))
-    params = set(map(id, jax.tree.leaves(state.params)))
-    if any(id(x) in params for x in found) and not any(map(is_scaled, found)):
-        warn(_NO_SCALE, PrecisionWarning)

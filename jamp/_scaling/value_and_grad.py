@@ -6,6 +6,7 @@ overflow.
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Hashable
 from typing import Any, Concatenate, Literal, TypedDict, Unpack, overload
 
@@ -26,7 +27,7 @@ from jamp._core.tree import (
 )
 from jamp._policy.forward import under_policy
 from jamp._scaling import mapped_axis
-from jamp._scaling.loss import find_loss_scale, grad_of_product, run_loss
+from jamp._scaling.loss import find_loss_scale, grad_of_product
 from jamp._scaling.rules import HasLossScales, current_scale, unscale_tree
 from jamp._scaling.unscaled import nan_unless
 
@@ -205,7 +206,7 @@ class ScaledGrad:
             mapped_axis.warn_of_half_sums(trained.get(None, trained))
         else:
             trained = mapped_axis.varying(trained, self.axis_name)
-        policy = under_policy(run_loss(self.loss_fn), state.properties, state.params)
+        policy = under_policy(self.loss_fn, state.properties, state.params)
 
         def run(trained):
             merged = whole | {k: merge(trained[k], whole[k]) for k in keys}
@@ -215,14 +216,26 @@ class ScaledGrad:
             except jax.errors.ConcretizationTypeError as error:
                 error.add_note(_TRACED)
                 raise
-            except (TypeError, IndexError, AttributeError) as error:
-                error.add_note(_CALLED.format(format_shapes((params, *args))))
+            except TypeError as error:
+                if not _accepts(self.loss_fn, params, *args, **kwargs):
+                    error.add_note(_CALLED.format(format_shapes((params, *args))))
                 raise
 
         with policy as written:
             scale = current_scale(rule, scale_state)
             in_float32 = state.properties.reduce_dtype is not None
             return grad_of_product(run, trained, scale, self.has_aux, in_float32)
+
+
+def _accepts(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+    """Returns whether a function takes these arguments, or has no signature."""
+    try:
+        inspect.signature(fn).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    except ValueError:
+        pass
+    return True
 
 
 @overload

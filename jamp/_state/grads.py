@@ -15,7 +15,6 @@ from jamp._core.tree import check_like, differentiable, split_overwrite, widen_t
 from jamp._core.warnings import PrecisionWarning, warn
 from jamp._scaling.loss import find_loss_scale
 from jamp._scaling.rules import HasLossScales
-from jamp._scaling.unscaled import warn_without_scale
 from jamp._state.incoming import kind_of
 from jamp._state.skip import Flag, every, is_clean
 
@@ -106,10 +105,7 @@ def _loss_grads(grads: PyTree, loss_id: int, state: HasLossScales) -> LossGrads:
     whole = [tree for tree, _ in trees.values()]
     leaves = jax.tree.leaves(whole)
     clean = is_clean(leaves, loss_id) if rule.check else True
-    if any(map(is_half, leaves)):
-        _warn_half(whole, state)
-    else:
-        warn_without_scale(leaves, state)
+    _warn_half(whole, state)
     return LossGrads(loss_id, clean, trees)
 
 
@@ -137,8 +133,12 @@ def _entries_of(
 
 def _warn_half(trees: list[PyTree], state: HasLossScales) -> None:
     """Warns of half gradients under a dynamic scale. They probably underflowed."""
+    if not any(rule.moves for rule in state.loss_scale_rules):
+        return
+    if not any(map(is_half, jax.tree.leaves(trees))):
+        return
     for path, leaf in jax.tree_util.tree_leaves_with_path(trees):
-        if is_half(leaf) and any(rule.moves for rule in state.loss_scale_rules):
+        if is_half(leaf):
             warn(
                 f"gradients{jax.tree_util.keystr(path[1:])} are {leaf.dtype}, and the "
                 "loss scale is dynamic: the loss was not scaled, or they were not "

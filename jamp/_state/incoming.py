@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import linen
 from flax.training.train_state import TrainState
 from jaxtyping import PyTree
@@ -19,14 +18,6 @@ from jamp._policy.options import InitOptions, elsewhere, hint
 from jamp.optimizers._masters import ALREADY_WRAPPED, MasterWeights
 
 ARRAY_LIKE = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
-_LOOKAHEAD = (
-    "params are optax.LookaheadParams, and optax.lookahead takes gradients of the fast "
-    "params only. Declare `class State(jamp.AmpState): slow: Any`, write "
-    "`jamp.initialize(params, tx, opt_level, state_class=State, slow=params)` without "
-    "lookahead, and after every few steps `slow = optax.incremental_update("
-    "jamp.master_params(state), state.slow, 0.5)` and `state = state.replace("
-    "params=slow, slow=slow)`."
-)
 
 
 def check_containers(params: PyTree, tx: Any) -> None:
@@ -47,8 +38,6 @@ def check_containers(params: PyTree, tx: Any) -> None:
             '`model.init(key, x)["params"]`.'
         )
     for variables in (params, *_entries(params)):
-        if isinstance(variables, optax.LookaheadParams):
-            raise TypeError(_LOOKAHEAD)
         names = set(variables) if isinstance(variables, Mapping) else set()
         if {"params", "batch_stats"} <= names:
             raise TypeError(
