@@ -65,8 +65,6 @@ from jamp.optimizers._masters import (
 
 __version__ = "0.1.0"  # pyproject.toml reads it from here
 
-_requirements.warn_of_other_jamp()
-
 
 def _is_ours(name: str) -> bool:
     return getattr(globals()[name], "__module__", "").startswith("jamp.")

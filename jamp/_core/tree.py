@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -87,10 +86,7 @@ def with_trained(params: PyTree, trained: PyTree, overwrite: PyTree = None) -> A
 
 def mapping_like(like: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
     """Makes a mapping of the type of `like`, to keep the structure of the tree."""
-    if isinstance(like, defaultdict):
-        return defaultdict(like.default_factory, entries)
-    plain = isinstance(like, dict) and not isinstance(like, OrderedDict)
-    return entries if plain else type(like)(entries)  # pyright: ignore[reportCallIssue]
+    return entries if type(like) is dict else type(like)(entries)  # pyright: ignore[reportCallIssue]
 
 
 def widen_tree(tree: PyTree) -> PyTree:

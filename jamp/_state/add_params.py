@@ -56,11 +56,6 @@ def with_more_params[S](
     values = {}
     for name in extra:
         now, more = getattr(old, name), fields.get(name)
-        if more is None and groups.is_per_group(now, keys):
-            raise ValueError(
-                f"The field {name} has one entry per group: pass an entry for each new "
-                f"group, `add_params(..., {name}=...)`, in the same container."
-            )
         if more is not None:
             now = _add({} if now is None else now, more, name)
         values[name] = now

@@ -12,7 +12,6 @@ from flax import serialization
 from flax.training.train_state import TrainState
 from jaxtyping import PyTree
 
-from jamp._core import groups
 from jamp._core.dtypes import is_half
 from jamp._core.groups import Key
 from jamp._core.show import summary
@@ -307,7 +306,7 @@ _set_up(AmpState)
 def _next_field(
     state: AmpState, name: str, new: PyTree, clean: Mapping[Key, Flag]
 ) -> Any:
-    """Returns the new value of an extra field if all groups of the field are clean."""
+    """Returns the new value of an extra field if all groups of the call are clean."""
     extra = extra_fields(state)
     if name not in extra:
         raise TypeError(
@@ -317,7 +316,7 @@ def _next_field(
         )
     if name not in array_fields(state):
         raise TypeError(f"{name} is static: set it with `state.replace({name}=...)`.")
-    old, keys = getattr(state, name), groups.group_keys(state.tx)
+    old = getattr(state, name)
     if old is None and new is None:
         return None
     if old is None:
@@ -327,9 +326,6 @@ def _next_field(
     check_like(new, old, name, _FIELD_REMEDY)
     check_kinds(new, old, name)
     warn_of_half_field(name, new, state.params, old)
-    if groups.is_per_group(old, keys):
-        chosen = {k: keep_on_skip(flag, new[k], old[k]) for k, flag in clean.items()}
-        return groups.pack(groups.split(old, keys) | chosen, old)
     return keep_on_skip(every(clean.values()), new, old)
 
 

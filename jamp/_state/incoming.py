@@ -63,10 +63,10 @@ def check_containers(params: PyTree, tx: Any) -> None:
         raise ValueError(ALREADY_WRAPPED)
     if tx is None or groups.is_transformation(tx):
         return
-    if not isinstance(tx, list | tuple | Mapping):
+    if type(tx) not in groups.CONTAINERS:
         raise TypeError(
             "tx must be an optax transformation, or a list, tuple or dict of them, "
-            f"got {short_repr(tx)}."
+            f"got {type(tx).__name__}: {short_repr(tx)}."
         )
     if isinstance(tx, Mapping) and groups.SINGLE in tx:
         raise ValueError(
