@@ -28,7 +28,7 @@ from tests.devices.eight_devices import (
 )
 from tests.support.states import make
 
-pytestmark = pytest.mark.standard_promotion  # for optax.adam
+pytestmark = [pytest.mark.slow, pytest.mark.standard_promotion]  # for optax.adam
 
 ALL, ROW = P(), P(AXES)
 

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import jamp
 from tests.devices.eight_devices import mesh_of, misplaced
 
-pytestmark = pytest.mark.standard_promotion  # for optax.adam
+pytestmark = [pytest.mark.slow, pytest.mark.standard_promotion]  # for optax.adam
 
 ADAM = optax.adam(0.1)
 

@@ -161,6 +161,7 @@ def test_step_2_and_a_second_model_do_not_trace_again():
 
 
 # ---- writes -----------------------------------------------------------------------
+@pytest.mark.slow
 def test_autocast_keeps_the_models_writes_and_leaks_nothing():
     plain, model = cnn(), cnn()
     call = lambda model, x: model(x)  # noqa: E731

@@ -17,6 +17,8 @@ from pallas_kernels.mosaic import launch as launcher
 from tests.pallas_kernels import kernels
 from tests.pallas_kernels.kernels import BF16, F16, F32
 
+pytestmark = pytest.mark.slow
+
 INTERPRET = Options(backend="interpret")
 # Sizes around a warpgroup, and around one, two and four blocks.
 SIZES = (128, 129, 255, 1023, 1024, 1025, 1152, 2047, 2048 + 127, 4095, 4096, 4097)

@@ -145,6 +145,7 @@ def test_a_habit_is_the_right_step_or_a_skip(name, level):
 # The table of the origins of gradients
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion
 def test_results_do_not_depend_on_the_table(monkeypatch):
     state = begin("O2", jo.fused_adam(0.5), num_losses=2)
@@ -173,6 +174,7 @@ def test_results_do_not_depend_on_the_table(monkeypatch):
     assert skips == [[0, 0, 0], [1, 2, 3], [0, 1, 1]]
 
 
+@pytest.mark.slow
 def test_the_table_keeps_no_array_alive():
     state = begin("O2")
 

@@ -64,6 +64,7 @@ REMAINDER = {"store_remainder": True}
 COMBINATIONS = [("O0", ADAM, {}), ("O2", FUSED, {}), ("O5", FUSED, REMAINDER)]
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion  # for optax.adam
 @pytest.mark.parametrize("level, tx, options", COMBINATIONS)
 def test_new_params_start_as_if_their_gradients_had_been_zero(level, tx, options):
