@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
+from jamp._autocast.reduction import summed_in_float32
 from jamp._core.dtypes import HALF_DTYPES, is_differentiable
 from jamp._core.show import format_shapes, short_repr
 from jamp._core.tracers import depends_on
@@ -22,7 +23,6 @@ from jamp._core.tree import (
 )
 from jamp._core.warnings import PrecisionWarning, warn
 from jamp._scaling.mapped_axis import alike
-from jamp._scaling.reduction import summed_in_float32
 from jamp._scaling.rules import (
     HasLossScales,
     LossScaleRule,
