@@ -362,7 +362,11 @@ def own_updates():
 
 def scaled_and_not_unscaled():
     state = make(level="O1", loss_scale=8.0)
-    loss = lambda p: jamp.scale_loss(by(state.apply_fn)(p), state)  # noqa: E731
+
+    def loss(params):
+        out = state.apply_fn({"params": params}, X)
+        return jamp.scale_loss(mean_square(out, Y), state)
+
     state = state.apply_gradients(grads=jax.grad(loss)(state.params))
     return wide(state), W + 8 * (descend(steps=1) - W)
 
