@@ -20,7 +20,7 @@ from jamp._scaling.incoming import check_counters, check_scale_state
 from jamp._scaling.rules import LossScaleRule, LossScaleState, check_single
 from jamp._state.amp_state import AmpState, extra_fields
 from jamp._state.loading import array_fields, load_weights
-from jamp._state.step import groups_of, master_params, pack_groups
+from jamp._state.step import Group, groups_of, master_params, pack_groups
 
 VERSION = 1
 _SCALER_NAMES = ("loss_scale", *LossScaleState._fields[1:])
@@ -112,10 +112,9 @@ def from_checkpoint(state: AmpState, checkpoint: PyTree) -> AmpState:
     inner = from_names(_inner_states(state), found["opt_state"])
     read = {}
     for key, group in groups_of(state).items():
-        params = groups.get(originals, key)
-        weights = load_weights(group.weights(), params)
-        group = group._replace(params=params)
-        read[key] = group.with_weights(weights, groups.get(inner, key))
+        new = Group.of(group.tx, None, groups.get(originals, key))
+        weights = load_weights(group.weights(), new.trained)
+        read[key] = new.with_weights(weights, groups.get(inner, key))
     others = {name: found[name] for name in (*_COUNTERS, "step")}
     others |= {name: found["fields"].get(name) for name in _extra(state)}
     restored = state.replace(

@@ -57,31 +57,9 @@ def merge[T](tree: T, rest: T) -> T:
     )
 
 
-def split_overwrite(tree: PyTree) -> tuple[Any, Any]:
-    """Splits off `_overwrite_with_gradient`, whose gradients are its new values."""
-    if isinstance(tree, Mapping) and OVERWRITE_WITH_GRADIENT in tree:
-        return tree["params"], tree[OVERWRITE_WITH_GRADIENT]
-    return tree, None
-
-
 def is_overwritten(parts: tuple[str, ...]) -> bool:
     """Returns whether a leaf is in `_overwrite_with_gradient`."""
     return OVERWRITE_WITH_GRADIENT in parts
-
-
-def trained_params(params: PyTree) -> PyTree:
-    """Returns the floats of the params, without `_overwrite_with_gradient`."""
-    return differentiable(split_overwrite(params)[0])
-
-
-def with_trained(params: PyTree, trained: PyTree, overwrite: PyTree = None) -> Any:
-    """Replaces the trained params, and `_overwrite_with_gradient` unless it is None."""
-    whole, old = split_overwrite(params)
-    whole = merge(trained, whole)
-    if old is None:
-        return whole
-    values = old if overwrite is None else overwrite
-    return mapping_like(params, {"params": whole, OVERWRITE_WITH_GRADIENT: values})
 
 
 def mapping_like(like: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:

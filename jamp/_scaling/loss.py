@@ -12,15 +12,10 @@ from jaxtyping import Array, Float, PyTree
 
 from jamp._autocast.reduction import summed_in_float32
 from jamp._core.dtypes import HALF_DTYPES, is_differentiable
+from jamp._core.layout import Layout
 from jamp._core.show import format_shapes, short_repr
 from jamp._core.tracers import depends_on
-from jamp._core.tree import (
-    all_finite,
-    differentiable,
-    merge,
-    split_overwrite,
-    with_trained,
-)
+from jamp._core.tree import all_finite
 from jamp._core.warnings import PrecisionWarning, warn
 from jamp._scaling.mapped_axis import alike
 from jamp._scaling.rules import (
@@ -31,7 +26,7 @@ from jamp._scaling.rules import (
     current_scale,
     unscale_tree,
 )
-from jamp._scaling.unscaled import nan_unless, raw_of
+from jamp._scaling.unscaled import nan_unless, origin_of
 from pallas_kernels.layouts import row_major_on_cuda
 
 _UNSCALED = (
@@ -99,12 +94,15 @@ def unscale(grads: PyTree, state: HasLossScales, loss_id: int = 0) -> PyTree:
         ValueError: jamp has already unscaled the gradients.
     """
     rule, scale_state = find_loss_scale(state, loss_id, "jamp.unscale(grads, state)")
-    if any(raw_of(x) is not None for x in jax.tree.leaves(grads)):
+    layout, leaves = Layout.of(grads)
+    raw, overwritten = layout.split(layout.floats(leaves))
+    if origin_of(raw) is not None:
         raise ValueError(_UNSCALED)
-    raw, scale = split_overwrite(grads)[0], current_scale(rule, scale_state)
+    scale = current_scale(rule, scale_state)
     divided = unscale_tree(raw, scale)
     finite = all_finite(divided) if rule.check else None
-    return with_trained(grads, nan_unless(finite, divided, raw, scale, loss_id))
+    unscaled = nan_unless(finite, divided, raw, scale, loss_id)
+    return layout.with_floats(leaves, layout.join(unscaled, overwritten))
 
 
 def find_loss_scale(
@@ -172,14 +170,18 @@ def grad_of_scaled(
     `fp16_utils` uses it. If `checks`, a loss that is not finite makes all gradients
     NaN.
     """
-    run = lambda trained: loss_fn(merge(trained, params), *args, **kwargs)  # noqa: E731
-    value, grads = grad_of_product(run, differentiable(params), scale, has_aux)
+    layout, leaves = Layout.of(params)
+
+    def run(floats):
+        return loss_fn(layout.with_floats(leaves, floats), *args, **kwargs)
+
+    value, grads = grad_of_product(run, layout.floats(leaves), scale, has_aux)
     if checks:
         finite = lax.is_finite(value[0])
         grads = jax.tree.map(
             lambda g: g * jnp.where(alike(finite, g), 1, np.nan).astype(g.dtype), grads
         )
-    return (value if has_aux else value[0]), grads
+    return (value if has_aux else value[0]), layout.grads.unflatten(grads)
 
 
 def grad_of_product(

@@ -7,6 +7,7 @@ overflow.
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Hashable
 from typing import Any, Concatenate, Literal, TypedDict, Unpack, overload
 
@@ -17,14 +18,10 @@ from jaxtyping import Array, Bool, PyTree
 
 from jamp._core import groups
 from jamp._core.groups import Key, Wrt
+from jamp._core.layout import Layout
 from jamp._core.show import format_shapes
-from jamp._core.tree import (
-    all_finite,
-    differentiable,
-    merge,
-    split_overwrite,
-    with_trained,
-)
+from jamp._core.transformation import Transformation
+from jamp._core.tree import all_finite
 from jamp._policy.forward import under_policy
 from jamp._scaling import mapped_axis
 from jamp._scaling.loss import find_loss_scale, grad_of_product
@@ -166,51 +163,64 @@ class ScaledGrad:
         """
         if self.axis_name is not None:
             mapped_axis.check_bound(self.axis_name)
-        (loss, aux), grads = self.raw(state, *args, **kwargs)
+        (loss, aux), grads, layouts = self.raw(state, *args, **kwargs)
         if self.axis_name is not None:
-            grads, loss = mapped_axis.averaged((grads, loss), self.axis_name)
-        raw = {k: split_overwrite(tree)[0] for k, tree in grads.items()}
+            both = mapped_axis.averaged((list(grads.values()), loss), self.axis_name)
+            grads, loss = dict(zip(grads, both[0], strict=True)), both[1]
         rule = state.loss_scale_rules[self.loss_id]
         scale = current_scale(rule, state.loss_scales[self.loss_id])
-        divided, finite = unscale_tree(raw, scale), None
+        split = {key: layouts[key].split(floats) for key, floats in grads.items()}
+        raw = {key: trained for key, (trained, _) in split.items()}
+        divided = {key: unscale_tree(grads, scale) for key, grads in raw.items()}
+        finite = None
         if rule.check:
             # The gradients of a NaN loss can be finite, because `abs`, `max`, `where`
             # and `clip` select in the backward pass.
             flags = []
             for key, tx in groups.split(state.tx, tuple(raw)).items():
                 # A fused optimizer checks many small leaves in one kernel.
-                check = getattr(getattr(tx, "inner", tx), "all_finite", None)
-                flag = check(raw[key], scale) if check else all_finite(divided[key])
-                flags.append(flag)
+                is_ours = isinstance(tx, Transformation)
+                flag = tx.all_finite(raw[key], scale) if is_ours else None
+                flags.append(all_finite(divided[key]) if flag is None else flag)
             finite = functools.reduce(jnp.logical_and, flags)
             finite &= mapped_axis.alike(lax.is_finite(loss), finite)
             if self.axis_name is not None:
                 finite = mapped_axis.agreed(finite, scale, self.axis_name)
-        divided = nan_unless(finite, divided, raw, scale, self.loss_id)
-        grads = {k: with_trained(grads[k], divided[k]) for k in grads}
-        return (loss, aux), groups.pack_wrt(grads, self.wrt, state.params), finite
+        every, own = (
+            [x for xs in part.values() for x in xs] for part in (divided, raw)
+        )
+        unscaled = iter(nan_unless(finite, every, own, scale, self.loss_id))
+        trees = {}
+        for key, (trained, overwritten) in split.items():
+            layout, new = layouts[key], list(itertools.islice(unscaled, len(trained)))
+            trees[key] = layout.grads.unflatten(layout.join(new, overwritten))
+        return (loss, aux), groups.pack_wrt(trees, self.wrt, state.params), finite
 
     def raw(
         self, state: HasLossScales, /, *args: Any, **kwargs: Any
-    ) -> tuple[tuple[Array, Any], dict[Key, PyTree]]:
-        """Returns `((loss, aux), grads)` with scaled gradients by group.
+    ) -> tuple[tuple[Array, Any], dict[Key, list[Array]], dict[Key, Layout]]:
+        """Returns `((loss, aux), grads, layouts)` with scaled gradients by group.
 
         They have the dtypes of the params, or `reduce_dtype`, and are not averaged over
         `axis_name`.
         """
         rule, scale_state = find_loss_scale(state, self.loss_id, _CALL)
         whole = groups.split(state.params, groups.group_keys(state.tx))
-        keys = groups.resolve_wrt(self.wrt, tuple(whole))
-        trained = {k: differentiable(whole[k]) for k in keys}
+        named = groups.resolve_wrt(self.wrt, tuple(whole))
+        found = {key: Layout.of(whole[key]) for key in whole if key in named}
+        layouts = {key: layout for key, (layout, _) in found.items()}
+        floats = [layout.floats(leaves) for layout, leaves in found.values()]
         if self.axis_name is None:
-            mapped_axis.warn_of_half_sums(trained.get(None, trained))
+            trained = {key: whole[key] for key in found}
+            mapped_axis.warn_of_half_sums(groups.pack(trained, state.params))
         else:
-            trained = mapped_axis.varying(trained, self.axis_name)
+            floats = mapped_axis.varying(floats, self.axis_name)
         policy = under_policy(self.loss_fn, state.properties, state.params)
 
-        def run(trained):
-            merged = whole | {k: merge(trained[k], whole[k]) for k in keys}
-            params = groups.pack(merged, state.params)
+        def run(floats):
+            each = zip(found.items(), floats, strict=True)
+            new = {k: layout.with_floats(old, x) for (k, (layout, old)), x in each}
+            params = groups.pack(whole | new, state.params)
             try:
                 return written(params, *args, **kwargs)
             except jax.errors.ConcretizationTypeError as error:
@@ -224,7 +234,8 @@ class ScaledGrad:
         with policy as written:
             scale = current_scale(rule, scale_state)
             in_float32 = state.properties.reduce_dtype is not None
-            return grad_of_product(run, trained, scale, self.has_aux, in_float32)
+            value, grads = grad_of_product(run, floats, scale, self.has_aux, in_float32)
+            return value, dict(zip(found, grads, strict=True)), layouts
 
 
 def _accepts(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:

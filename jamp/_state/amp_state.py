@@ -159,26 +159,25 @@ class AmpState(TrainState, kw_only=True):
             raise TypeError(
                 "The state has no optimizer: pass one to jamp.initialize(params, tx)."
             )
-        losses = by_loss(grads, loss_id, self)
-        given = by_group(losses)
-        clean = {key: flag for key, (_, _, flag) in given.items()}
         stepped = groups_of(self)
-        for key, (total, overwrite, flag) in given.items():
+        layouts = {key: (group.layout, group.leaves) for key, group in stepped.items()}
+        losses = by_loss(grads, loss_id, self, layouts)
+        given = by_group(losses)
+        finite = {key: grads.finite for key, grads in given.items()}
+        for key, grads in given.items():
             stepped[key] = step(
                 stepped[key],
-                total,
-                overwrite=overwrite,
-                clean=flag,
+                grads,
                 count=self.step if self.properties.stochastic_rounding else None,
                 key=key,
                 update_args=update_args or {},
             )
         return dataclasses.replace(
             self,
-            loss_scales=next_scales(self, [(x.loss_id, x.clean) for x in losses]),
-            **next_counters(self, clean),
+            loss_scales=next_scales(self, [(x.loss_id, x.finite) for x in losses]),
+            **next_counters(self, finite),
             **pack_groups(stepped, self.params),
-            **{name: _next_field(self, name, x, clean) for name, x in fields.items()},
+            **{name: _next_field(self, name, x, finite) for name, x in fields.items()},
         )
 
     def load_params(self, params: PyTree, *, reset_optimizer: bool = False) -> Self:
@@ -304,9 +303,9 @@ _set_up(AmpState)
 
 
 def _next_field(
-    state: AmpState, name: str, new: PyTree, clean: Mapping[Key, Flag]
+    state: AmpState, name: str, new: PyTree, finite: Mapping[Key, Flag]
 ) -> Any:
-    """Returns the new value of an extra field if all groups of the call are clean."""
+    """Returns the new value of an extra field if all groups of the call step."""
     extra = extra_fields(state)
     if name not in extra:
         raise TypeError(
@@ -326,7 +325,7 @@ def _next_field(
     check_like(new, old, name, _FIELD_REMEDY)
     check_kinds(new, old, name)
     warn_of_half_field(name, new, state.params, old)
-    return keep_on_skip(every(clean.values()), new, old)
+    return keep_on_skip(every(finite.values()), new, old)
 
 
 def warn_of_half_field(

@@ -80,4 +80,4 @@ def incremental_update[T](
         skipped, moves, stays = parts
         chosen = {k: select(~skipped[k], moves[k], stays[k]) for k in keys}
         moved = groups.pack(chosen, start)
-    return old.replace(params=moved) if isinstance(old, AmpState) else moved
+    return old.replace(params=moved) if isinstance(old, AmpState) else moved  # pyright: ignore[reportReturnType]

@@ -3,6 +3,7 @@
 Flax would put any value into a target, such as float16 params into a bfloat16 state.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,8 +19,6 @@ from jamp._core.tree import (
     check_like,
     copy_shared,
     strong_array,
-    trained_params,
-    widen_tree,
 )
 from jamp._scaling.incoming import check_counters, check_scale_state
 from jamp._scaling.rules import check_single
@@ -69,18 +68,20 @@ def _load_group(old: Group, params: PyTree, reset_optimizer: bool) -> Group:
     if isinstance(old.opt_state, MasterWeightsState) or not reset_optimizer:
         weights = old.weights()
     else:  # a fresh state has no masters yet
-        weights = first_weights(old, widen_tree(old.params))
-    weights, group = load_weights(weights, params), old._replace(params=params)
+        wide = old._replace(leaves=list(map(widen, old.leaves)))
+        weights = first_weights(old, wide)
+    group = Group.of(old.tx, old.opt_state, params)
+    weights = load_weights(weights, group.trained)
     if reset_optimizer and group.tx is not None:
         return init_optimizer(group, weights)
     return group.with_weights(weights, old.inner_state)
 
 
-def load_weights(weights: PyTree, params: PyTree) -> PyTree:
-    """Returns a tree of `Weight` with other values, in float32 or half."""
-    is_weight = lambda x: isinstance(x, Weight)  # noqa: E731
-    trained = trained_params(params)
-    return jax.tree.map(_load_weight, weights, trained, is_leaf=is_weight)
+def load_weights(
+    weights: Sequence[Weight], trained: Sequence[jax.Array]
+) -> list[Weight]:
+    """Returns weights with other values, in float32 or half."""
+    return list(map(_load_weight, weights, trained))
 
 
 def _load_weight(old: Weight, new: jax.Array) -> Weight:

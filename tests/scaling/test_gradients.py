@@ -180,8 +180,13 @@ def test_the_table_keeps_no_array_alive():
 
     def step(state, x):
         grads = grads_of(state, x)
-        assert all(map(unscaled.raw_of, jax.tree.leaves(grads)))
-        assert unscaled.raw_of(2 * grads["w"]) is None
+        leaves = jax.tree.leaves(grads)
+        assert len(unscaled.origin_of(leaves).scaled[0]) == len(leaves)
+        for k, x in enumerate(leaves):  # a changed leaf, and an omitted one
+            changed = unscaled.origin_of([*leaves[:k], 2 * x, *leaves[k + 1 :]])
+            assert changed == ((0, None, None) if k else None)
+            omitted = unscaled.origin_of(leaves[:k])
+            assert omitted == ((0, None, None) if k else None)
         return state.apply_gradients(grads=grads)
 
     gc.collect()  # frees arrays of other tests
@@ -189,7 +194,8 @@ def test_the_table_keeps_no_array_alive():
     with jax.checking_leaks():
         jax.jit(step)(state, XS[0])
     grads = grads_of(state, XS[0])
-    assert unscaled.raw_of(grads["w"]).grad is None  # the half array is freed
+    origin = unscaled.origin_of(jax.tree.leaves(grads))
+    assert origin.finite and origin.scaled is None  # the half arrays are freed
     del grads
     gc.collect()
     assert len(unscaled._table) == before
