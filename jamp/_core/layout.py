@@ -1,12 +1,12 @@
-"""The layout of the params of one group: which leaves are trained, and where they go.
+"""The layout of the params of one group: which leaves are trained, and where they are.
 
-    params                    kind           trained          gradients
-    {"w": float, "n": int}    trained fixed  {"w", None}      {"w", None}
-    {"params": {"w": float},                 {"w"}            {"params": {"w"},
-     OVERWRITE: {"s": float}} overwritten                      OVERWRITE: {"s"}}
+    params                          kind                  gradients
+    {"w": float, "n": int}          fixed, trained        {"w": float, "n": None}
+    {"params": {"w": float},        trained               {"params": {"w": float},
+     OVERWRITE: {"s": float}}       overwritten            OVERWRITE: {"s": float}}
 
-Everything else works on lists of one group's trained leaves. `groups` knows the
-containers that hold several groups.
+Below it, code works on lists: all leaves of a group, or its trained ones. `groups`
+knows the containers of several groups.
 """
 
 import dataclasses
@@ -33,91 +33,78 @@ class Layout:
     """The kind of each leaf of a params tree. It is static, and made once.
 
     Attributes:
-        structure: the structure of the params.
+        structure: the structure of the params. None is a leaf.
         kind: the kind of each leaf.
-        trained: the structure of the trained params, with None for fixed leaves.
-        grads: the structure of gradients, with None for fixed leaves.
+        trained: the structure of the trained params, which an optimizer gets. It has
+            None for fixed leaves.
     """
 
     structure: Structure
     kind: tuple[Kind, ...]
     trained: Structure
-    grads: Structure
 
     @classmethod
     def of(cls, params: PyTree) -> tuple["Layout", list[Any]]:
         """Returns the layout of params, and all their leaves."""
-        leaves, structure = jax.tree.flatten(params)
+        leaves, structure = jax.tree.flatten(params, is_leaf=_is_none)
         return _layout(structure, tuple(map(is_differentiable, leaves))), leaves
 
-    def floats(self, leaves: Sequence[Any]) -> list[Any]:
-        """Returns the leaves that have a gradient, from all leaves."""
-        return [x for x, k in zip(leaves, self.kind, strict=True) if k != "fixed"]
+    def pick(self, leaves: Sequence[Any], kind: Kind = "trained") -> list[Any]:
+        """Returns the leaves of one kind, from all leaves."""
+        return [x for x, k in zip(leaves, self.kind, strict=True) if k == kind]
 
-    def fill(self, leaves: Sequence[Any], floats: Sequence[Any]) -> list[Any]:
-        """Returns all leaves with other floats; fixed ones are those of `leaves`."""
-        new, pairs = iter(floats), zip(leaves, self.kind, strict=True)
-        return [x if kind == "fixed" else next(new) for x, kind in pairs]
+    def fill(self, leaves: Sequence[Any], new: Sequence[Any], kind: Kind = "trained"):
+        """Returns all leaves, with new ones of one kind."""
+        each = iter(new)
+        pairs = zip(leaves, self.kind, strict=True)
+        return [next(each) if k == kind else x for x, k in pairs]
+
+    def without_fixed(self, leaves: Sequence[Any]) -> list[Any]:
+        """Returns all leaves, with None for fixed ones, as in gradients."""
+        pairs = zip(leaves, self.kind, strict=True)
+        return [None if kind == "fixed" else x for x, kind in pairs]
 
     def with_floats(self, leaves: Sequence[Any], floats: Sequence[Any]) -> PyTree:
-        """Returns params with other floats."""
-        return self.structure.unflatten(self.fill(leaves, floats))
-
-    def split(self, floats: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Splits floats into trained and overwritten ones."""
-        if "overwritten" not in self.kind:
-            return list(floats), []
-        pairs = list(zip(floats, self._float_kinds, strict=True))
-        trained = [x for x, kind in pairs if kind == "trained"]
-        return trained, [x for x, kind in pairs if kind == "overwritten"]
-
-    def join(self, trained: Sequence[Any], overwritten: Sequence[Any]) -> list[Any]:
-        """Returns the floats: the inverse of `split`."""
-        if "overwritten" not in self.kind:
-            return list(trained)
-        new = {"trained": iter(trained), "overwritten": iter(overwritten)}
-        return [next(new[kind]) for kind in self._float_kinds]
-
-    @property
-    def _float_kinds(self) -> list[Kind]:
-        return [kind for kind in self.kind if kind != "fixed"]
+        """Returns params with the result of `without_fixed` in place of `leaves`."""
+        pairs = zip(leaves, floats, strict=True)
+        return self.structure.unflatten([x if new is None else new for x, new in pairs])
 
     def read_gradients(
         self, tree: PyTree, leaves: Sequence[Any], what: str, remedy: str
     ) -> list[Any]:
-        """Returns the leaves of a tree of gradients, one for each float.
+        """Returns the leaves of a tree of gradients, with None for fixed ones.
 
         Raises:
             ValueError: the tree differs from the params, whose `leaves` are given, in
                 structure or shape.
         """
-        given, structure = jax.tree.flatten(tree)
-        if structure == self.structure:  # fixed leaves may have gradients of float0
-            given, structure = self.floats(given), self.grads
-        wanted = self.floats(leaves)
-        if structure == self.grads and all(map(is_differentiable, given)):
-            pairs = zip(given, wanted, strict=True)
-            if all([jnp.shape(x) == jnp.shape(y) for x, y in pairs]):
-                return given
-        tree = differentiable(tree)
-        check_like(tree, self.grads.unflatten(wanted), what, remedy)
-        return jax.tree.leaves(tree)
+        given, structure = jax.tree.flatten(tree, is_leaf=_is_none)
+        if structure != self.structure or not all(
+            [
+                k == "fixed" or (is_differentiable(x) and jnp.shape(x) == jnp.shape(y))
+                for x, y, k in zip(given, leaves, self.kind, strict=True)
+            ]
+        ):
+            expected = self.structure.unflatten(self.without_fixed(leaves))
+            check_like(differentiable(tree), expected, what, remedy)
+        return self.without_fixed(given)
+
+
+def _is_none(x: object) -> bool:
+    return x is None
 
 
 @functools.lru_cache(maxsize=256)
 def _layout(structure: Structure, are_floats: tuple[bool, ...]) -> Layout:
-    tree = structure.unflatten(range(len(are_floats)))
-    fixed = {i for i, is_float in enumerate(are_floats) if not is_float}
-    overwritten: set[int] = set()
-    whole = tree
-    if isinstance(tree, Mapping) and OVERWRITE_WITH_GRADIENT in tree:
-        whole = tree["params"]
-        overwritten = {*jax.tree.leaves(tree[OVERWRITE_WITH_GRADIENT])} - fixed
-        fixed |= {*range(len(are_floats))} - overwritten - {*jax.tree.leaves(whole)}
-    kinds: list[Kind] = [
-        "fixed" if i in fixed else "overwritten" if i in overwritten else "trained"
-        for i in range(len(are_floats))
-    ]
-    without = lambda tree: jax.tree.map(lambda i: None if i in fixed else i, tree)  # noqa: E731
-    trained, grads = (jax.tree.structure(without(x)) for x in (whole, tree))
-    return Layout(structure, tuple(kinds), trained, grads)
+    places = structure.unflatten(range(len(are_floats)))
+    whole, kinds = places, ["trained" if x else "fixed" for x in are_floats]
+    if isinstance(places, Mapping) and OVERWRITE_WITH_GRADIENT in places:
+        whole, trained = places["params"], {*jax.tree.leaves(places["params"])}
+        for i in jax.tree.leaves(places[OVERWRITE_WITH_GRADIENT]):
+            kinds[i] = "overwritten" if are_floats[i] else "fixed"
+        kinds = [
+            "fixed" if k == "trained" and i not in trained else k
+            for i, k in enumerate(kinds)
+        ]
+    trained = jax.tree.map(lambda i: None if kinds[i] == "fixed" else i, whole)
+    return Layout(structure, tuple(kinds), jax.tree.structure(trained))  # pyright: ignore[reportArgumentType]

@@ -95,14 +95,14 @@ def unscale(grads: PyTree, state: HasLossScales, loss_id: int = 0) -> PyTree:
     """
     rule, scale_state = find_loss_scale(state, loss_id, "jamp.unscale(grads, state)")
     layout, leaves = Layout.of(grads)
-    raw, overwritten = layout.split(layout.floats(leaves))
+    raw = layout.pick(leaves)
     if origin_of(raw) is not None:
         raise ValueError(_UNSCALED)
     scale = current_scale(rule, scale_state)
     divided = unscale_tree(raw, scale)
     finite = all_finite(divided) if rule.check else None
     unscaled = nan_unless(finite, divided, raw, scale, loss_id)
-    return layout.with_floats(leaves, layout.join(unscaled, overwritten))
+    return layout.structure.unflatten(layout.fill(leaves, unscaled))
 
 
 def find_loss_scale(
@@ -175,13 +175,14 @@ def grad_of_scaled(
     def run(floats):
         return loss_fn(layout.with_floats(leaves, floats), *args, **kwargs)
 
-    value, grads = grad_of_product(run, layout.floats(leaves), scale, has_aux)
+    floats = layout.without_fixed(leaves)
+    value, grads = grad_of_product(run, floats, scale, has_aux)
     if checks:
         finite = lax.is_finite(value[0])
         grads = jax.tree.map(
             lambda g: g * jnp.where(alike(finite, g), 1, np.nan).astype(g.dtype), grads
         )
-    return (value if has_aux else value[0]), layout.grads.unflatten(grads)
+    return (value if has_aux else value[0]), layout.structure.unflatten(grads)
 
 
 def grad_of_product(

@@ -29,13 +29,15 @@ class Origin(NamedTuple):
         loss_id: the id of the loss.
         finite: whether the loss and all its gradients are finite, shape (), bool; None
             if the rule does not check, or the gradients have changed.
-        scaled: the gradients times the scale, in the dtypes of their params, and the
-            scale; None if one is deleted, or the gradients have changed.
+        scaled: by the id of a gradient, the gradient times the scale, in the dtype of
+            its param; None if one is deleted, or the gradients have changed.
+        scale: the loss scale, shape (), float32; None as `scaled`.
     """
 
     loss_id: int
     finite: Bool[Array, ""] | None = None
-    scaled: tuple[list[Array], Float[Array, ""]] | None = None
+    scaled: dict[int, Array] | None = None
+    scale: Float[Array, ""] | None = None
 
 
 class _Call(NamedTuple):
@@ -80,7 +82,7 @@ def nan_unless(
 def origin_of(leaves: Sequence[Any]) -> Origin | None:
     """Returns the origin of gradients that begin like those of `nan_unless`, or None.
 
-    Its `finite` and `scaled` are None unless all gradients are the same.
+    The other parts are None unless all gradients are the same.
     """
     call = _table.get(id(leaves[0])) if leaves else None
     if call is None or call.leaves[0]() is not leaves[0]:
@@ -90,7 +92,7 @@ def origin_of(leaves: Sequence[Any]) -> Origin | None:
     ):
         return Origin(call.loss_id)
     scale, finite = [part() for part in call.flags]
-    scaled = [ref() for ref in call.scaled]
-    if scale is None or any(x is None for x in scaled):
+    scaled = {id(x): ref() for x, ref in zip(leaves, call.scaled, strict=True)}
+    if scale is None or any([x is None for x in scaled.values()]):
         return Origin(call.loss_id, finite)
-    return Origin(call.loss_id, finite, (scaled, scale))
+    return Origin(call.loss_id, finite, scaled, scale)

@@ -169,8 +169,7 @@ class ScaledGrad:
             grads, loss = dict(zip(grads, both[0], strict=True)), both[1]
         rule = state.loss_scale_rules[self.loss_id]
         scale = current_scale(rule, state.loss_scales[self.loss_id])
-        split = {key: layouts[key].split(floats) for key, floats in grads.items()}
-        raw = {key: trained for key, (trained, _) in split.items()}
+        raw = {key: layouts[key].pick(leaves) for key, leaves in grads.items()}
         divided = {key: unscale_tree(grads, scale) for key, grads in raw.items()}
         finite = None
         if rule.check:
@@ -191,9 +190,9 @@ class ScaledGrad:
         )
         unscaled = iter(nan_unless(finite, every, own, scale, self.loss_id))
         trees = {}
-        for key, (trained, overwritten) in split.items():
-            layout, new = layouts[key], list(itertools.islice(unscaled, len(trained)))
-            trees[key] = layout.grads.unflatten(layout.join(new, overwritten))
+        for key, layout in layouts.items():
+            new = list(itertools.islice(unscaled, len(raw[key])))
+            trees[key] = layout.structure.unflatten(layout.fill(grads[key], new))
         return (loss, aux), groups.pack_wrt(trees, self.wrt, state.params), finite
 
     def raw(
@@ -201,15 +200,15 @@ class ScaledGrad:
     ) -> tuple[tuple[Array, Any], dict[Key, list[Array]], dict[Key, Layout]]:
         """Returns `((loss, aux), grads, layouts)` with scaled gradients by group.
 
-        They have the dtypes of the params, or `reduce_dtype`, and are not averaged over
-        `axis_name`.
+        The gradients are all leaves of a group, with None for fixed ones. They have the
+        dtypes of the params, or `reduce_dtype`, and are not averaged over `axis_name`.
         """
         rule, scale_state = find_loss_scale(state, self.loss_id, _CALL)
         whole = groups.split(state.params, groups.group_keys(state.tx))
         named = groups.resolve_wrt(self.wrt, tuple(whole))
         found = {key: Layout.of(whole[key]) for key in whole if key in named}
         layouts = {key: layout for key, (layout, _) in found.items()}
-        floats = [layout.floats(leaves) for layout, leaves in found.values()]
+        floats = [layout.without_fixed(x) for layout, x in found.values()]
         if self.axis_name is None:
             trained = {key: whole[key] for key in found}
             mapped_axis.warn_of_half_sums(groups.pack(trained, state.params))

@@ -99,7 +99,7 @@ def with_gradient(
 def rounded(masters: PyTree, params: PyTree) -> PyTree:
     """Rounds the masters of trained params to the dtypes of `params`."""
     layout, leaves = Layout.of(params)
-    trained, overwritten = layout.split(layout.floats(leaves))
-    pairs = zip(layout.trained.flatten_up_to(masters), trained, strict=True)
+    wide = layout.trained.flatten_up_to(masters)
+    pairs = zip(wide, layout.pick(leaves), strict=True)
     new = [cast(m, p.dtype) if is_half(p) else m for m, p in pairs]
-    return layout.with_floats(leaves, layout.join(new, overwritten))
+    return layout.structure.unflatten(layout.fill(leaves, new))

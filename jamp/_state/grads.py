@@ -1,6 +1,5 @@
 """The gradients that `apply_gradients` accepts, by loss and by group."""
 
-import itertools
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from jamp._core.tree import all_finite
 from jamp._core.warnings import PrecisionWarning, warn
 from jamp._scaling.loss import find_loss_scale
 from jamp._scaling.rules import HasLossScales
-from jamp._scaling.unscaled import origin_of
+from jamp._scaling.unscaled import Origin, origin_of
 from jamp._state.incoming import kind_of
 from jamp._state.skip import Flag, every
 
@@ -42,16 +41,16 @@ class Gradients(NamedTuple):
 
     Attributes:
         grads: one float32 gradient per trained param.
-        overwritten: new values of Flax's `_overwrite_with_gradient`, or None.
+        overwritten: new values of Flax's `_overwrite_with_gradient`.
         finite: whether the losses and all gradients are finite.
         scaled: the gradients times the scale, in the dtypes of the params, and the
             scale; None if they are unknown.
     """
 
     grads: list[Array]
-    overwritten: list[Any] | None
+    overwritten: list[Any]
     finite: Flag
-    scaled: tuple[list[Array], Array] | None = None
+    scaled: tuple[list[Array], Any] | None = None
 
 
 class LossGrads(NamedTuple):
@@ -101,16 +100,16 @@ def by_group(losses: list[LossGrads]) -> dict[Key, Gradients]:
     writers: dict[Key, int] = {}
     for loss in losses:
         for key, new in loss.groups.items():
-            if new.overwritten is not None and key in writers:
+            if new.overwritten and key in writers:
                 group = "" if key is groups.SINGLE else f" of group {key!r}"
                 raise ValueError(_TWO_WRITERS.format(group, writers[key], loss.loss_id))
-            if new.overwritten is not None:
+            if new.overwritten:
                 writers[key] = loss.loss_id
             if key in total:
                 old = total[key]
                 new = Gradients(
                     list(map(jnp.add, old.grads, new.grads)),
-                    old.overwritten if new.overwritten is None else new.overwritten,
+                    new.overwritten or old.overwritten,
                     every([old.finite, new.finite]),
                 )
             total[key] = new
@@ -126,38 +125,33 @@ def _loss_grads(
     entries = {groups.SINGLE: grads}
     if not is_single:
         entries = _entries_of(grads, tuple(layouts), state)
-    split = {}
+    read = {}
     for key, entry in entries.items():
         layout, leaves = layouts[key]
         what = "gradients" if is_single else f"gradients of group {key!r}"
-        floats = layout.read_gradients(entry, leaves, what, _REMEDY)
-        if any(map(is_half, floats)):
+        read[key] = layout.read_gradients(entry, leaves, what, _REMEDY)
+        if any(map(is_half, read[key])):
             _warn_half(entry, what, state)
-        split[key] = layout.split(floats)
-    flat = [x for trained, _ in split.values() for x in trained]
-    origin = origin_of(flat)
-    if origin is not None and origin.loss_id != loss_id and rule.check:
+    trained = {key: layouts[key][0].pick(leaves) for key, leaves in read.items()}
+    flat = [x for leaves in trained.values() for x in leaves]
+    origin = origin_of(flat) or Origin(loss_id)
+    if origin.loss_id != loss_id and rule.check:
         raise ValueError(
             f"apply_gradients got loss_id={loss_id}, and gradients of "
             f"loss_id={origin.loss_id}: pass `loss_id={origin.loss_id}`."
         )
-    known = None if origin is None else origin.finite
     finite: Flag = True
     if rule.check:
-        finite = all_finite(flat) if known is None else known
-    scaled = None if origin is None else origin.scaled
-    if finite is True and known is not None:
-        scaled = None  # some are finite after an overflow, so they need a skip
-    rest = iter(scaled[0]) if scaled else None
+        finite = all_finite(flat) if origin.finite is None else origin.finite
+    # After an overflow, some scaled gradients are finite, so the step needs its skip.
+    scaled = origin.scaled if rule.check or origin.finite is None else None
     found = {}
-    for key, (trained, overwritten) in split.items():
-        own = None
-        if scaled and rest is not None:
-            own = list(itertools.islice(rest, len(trained))), scaled[1]
-        wide = list(map(widen, trained))
-        has_overwritten = "overwritten" in layouts[key][0].kind
-        values = overwritten if has_overwritten else None
-        found[key] = Gradients(wide, values, finite, own)
+    for key, leaves in trained.items():
+        overwritten = layouts[key][0].pick(read[key], "overwritten")
+        wide, own = list(map(widen, leaves)), None
+        if scaled:
+            own = [scaled[id(x)] for x in leaves], origin.scale
+        found[key] = Gradients(wide, overwritten, finite, own)
     return LossGrads(loss_id, finite, found)
 
 

@@ -59,7 +59,7 @@ class Group(NamedTuple):
     @property
     def trained(self) -> list[Any]:
         """The trained params."""
-        return self.layout.split(self.layout.floats(self.leaves))[0]
+        return self.layout.pick(self.leaves)
 
     @property
     def inner_state(self) -> Any:
@@ -82,32 +82,18 @@ class Group(NamedTuple):
         if isinstance(self.tx, masters.MasterWeights) and not kept:
             raise TypeError(_NO_MASTERS.format(kind(self.opt_state)))
 
-    def with_trained(
-        self, trained: Sequence[Any], overwritten: Sequence[Any] | None = None
-    ) -> Self:
-        """Returns the group with other trained params and, if given, fp8 scales."""
-        layout = self.layout
-        if overwritten is None:
-            overwritten = layout.split(layout.floats(self.leaves))[1]
-        floats = layout.join(trained, overwritten)
-        return self._replace(leaves=layout.fill(self.leaves, floats))
-
-    def with_weights(
-        self,
-        weights: Sequence[Weight],
-        inner_state: PyTree,
-        overwritten: Sequence[Any] | None = None,
-    ) -> Self:
-        """Returns the group with other weights, optimizer state and fp8 scales."""
+    def with_weights(self, weights: Sequence[Weight], inner_state: PyTree) -> Self:
+        """Returns the group with other weights and another optimizer state."""
         if isinstance(self.tx, masters.MasterWeights):
             kept = masters.masters_of(self.layout.trained, weights)
             inner_state = masters.MasterWeightsState(kept, inner_state)
-        new = self.with_trained([w.param for w in weights], overwritten)
-        return new._replace(opt_state=inner_state)
+        leaves = self.layout.fill(self.leaves, [w.param for w in weights])
+        return self._replace(opt_state=inner_state, leaves=leaves)
 
     def wide(self) -> PyTree:
         """Returns the params in float32."""
-        return self.with_trained([w.value for w in self.weights()]).params
+        leaves = self.layout.fill(self.leaves, [w.value for w in self.weights()])
+        return self.layout.structure.unflatten(leaves)
 
 
 def groups_of(state: HasGroups) -> dict[Key, Group]:
@@ -198,8 +184,9 @@ def step(
             if not update_args:
                 error.add_note(_UPDATE_ARGS)
             raise
-    overwritten = given.overwritten
-    if overwritten is not None:
-        old = group.layout.split(group.layout.floats(group.leaves))[1]
-        overwritten = keep_on_skip(given.finite, overwritten, old)
-    return group.with_weights(weights, state, overwritten)
+    if given.overwritten:
+        old = group.layout.pick(group.leaves, "overwritten")
+        new = keep_on_skip(given.finite, given.overwritten, old)
+        leaves = group.layout.fill(group.leaves, new, "overwritten")
+        group = group._replace(leaves=leaves)
+    return group.with_weights(weights, state)

@@ -92,7 +92,7 @@ def trace_step(
         leaves = [next(rest) if traced else x for (_, x), traced in pairs]
         state, given = jax.tree.unflatten(structure, leaves)
         (loss, _), grads, layouts = step(state, *given["args"], **given["kwargs"])
-        trees = {key: layouts[key].grads.unflatten(x) for key, x in grads.items()}
+        trees = {key: layouts[key].structure.unflatten(x) for key, x in grads.items()}
         return loss, groups.pack_wrt(trees, wrt, state.params)
 
     pairs = zip(named, is_array, strict=True)

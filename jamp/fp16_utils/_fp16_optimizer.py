@@ -244,7 +244,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
             skips = rules.count_skips(state.loss_scaler, finite)
             scaler = state.loss_scaler._replace(consecutive_skips=skips)
             state = state.replace(loss_scaler=scaler)
-        given = Gradients(grads, None, finite)
+        given = Gradients(grads, [], finite)
         group = step(self._group(state), given, update_args=update_args)
         state = state.replace(params=group.params, opt_state=group.opt_state)
         return state if closure is None else (loss, state)
