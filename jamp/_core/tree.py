@@ -90,12 +90,14 @@ def _all_finite(leaves: Sequence[Any]) -> Array:
 def select[T](take_new: Bool[Array, ""] | bool, new: T, old: T) -> T:
     """Returns `new` in the dtypes of `old` if `take_new`, and `old` otherwise."""
     take_new = jnp.asarray(take_new)
+    return jax.tree.map(lambda n, o: select_leaf(take_new, n, o), new, old)
 
-    def leaf(n, o):
-        n = n if getattr(n, "dtype", None) == o.dtype else jnp.asarray(n, o.dtype)
-        return lax.select(take_new, n, o)  # `jnp.where` traces a program for each leaf
 
-    return jax.tree.map(leaf, new, old)
+def select_leaf(take_new: Bool[Array, ""], new: Any, old: Array) -> Array:
+    """Selects between two arrays like `select`."""
+    if getattr(new, "dtype", None) != old.dtype:
+        new = jnp.asarray(new, old.dtype)
+    return lax.select(take_new, new, old)  # `jnp.where` traces a program for each leaf
 
 
 def strong_array(x: Any) -> Any:

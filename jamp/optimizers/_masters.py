@@ -18,7 +18,7 @@ from jaxtyping import Array, ArrayLike, Bool, Int, PyTree
 from jamp._core.dtypes import FLOAT32, cast, is_half, widen
 from jamp._core.groups import check_transformation
 from jamp._core.layout import Structure
-from jamp._core.tree import copy_leaves, select
+from jamp._core.tree import copy_leaves, select, select_leaf
 from jamp.optimizers._fused import Transformation, check_step, leaf_salts
 from pallas_kernels import Weight, keys_of, split_float32, stochastic
 
@@ -333,7 +333,7 @@ def _written(
     """Returns the weight with a new value if `finite`, and unchanged otherwise."""
     if old.kind == "copied":
         # Select before rounding: a select of half params would also read the old one.
-        master = value if finite is None else select(finite, value, old.master)
+        master = value if finite is None else select_leaf(finite, value, old.master)
         return Weight(cast(master, old.param.dtype), master)
     if old.kind == "split":
         new = Weight(*split_float32(value))
@@ -341,7 +341,10 @@ def _written(
         new = Weight(stochastic(value, key))
     else:
         new = Weight(cast(value, old.param.dtype))
-    return new if finite is None else select(finite, new, old)
+    if finite is None:
+        return new
+    pairs = zip(new, old, strict=True)
+    return Weight(*[o if n is None else select_leaf(finite, n, o) for n, o in pairs])
 
 
 def _check_bfloat16(params: PyTree) -> None:
