@@ -331,7 +331,7 @@ def _written(
     old: Weight, value: Array, key: Array | None, finite: Array | None
 ) -> Weight:
     """Returns the weight with a new value if `finite`, and unchanged otherwise."""
-    if old.kind == "copied":
+    if old.master is not None and old.kind == "copied":
         # Select before rounding: a select of half params would also read the old one.
         master = value if finite is None else select_leaf(finite, value, old.master)
         return Weight(cast(master, old.param.dtype), master)
@@ -343,8 +343,8 @@ def _written(
         new = Weight(cast(value, old.param.dtype))
     if finite is None:
         return new
-    pairs = zip(new, old, strict=True)
-    return Weight(*[o if n is None else select_leaf(finite, n, o) for n, o in pairs])
+    pairs: Any = zip(new, old, strict=True)
+    return Weight(*[select_leaf(finite, n, o) for n, o in pairs if o is not None])
 
 
 def _check_bfloat16(params: PyTree) -> None:
