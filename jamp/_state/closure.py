@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from jamp._core import groups
-from jamp._core.dtypes import cast, is_half
+from jamp._core.dtypes import cast, is_differentiable, is_half
 from jamp._core.groups import Wrt
 from jamp._core.layout import Layout
 from jamp._scaling.loss import find_loss_scale
@@ -99,7 +99,7 @@ def with_gradient(
 def rounded(masters: PyTree, params: PyTree) -> PyTree:
     """Rounds the masters of trained params to the dtypes of `params`."""
     layout, leaves = Layout.of(params)
-    wide = layout.trained.flatten_up_to(masters)
+    wide = filter(is_differentiable, jax.tree.leaves(masters))
     pairs = zip(wide, layout.pick(leaves), strict=True)
     new = [cast(m, p.dtype) if is_half(p) else m for m, p in pairs]
     return layout.structure.unflatten(layout.fill(leaves, new))

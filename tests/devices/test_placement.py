@@ -5,6 +5,7 @@ import pathlib
 import tempfile
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
@@ -87,3 +88,45 @@ def test_a_checkpoint_goes_to_another_sharding(into, way):
     assert bits(new) == bits(state)
     assert misplaced(new, jax.tree.map(lambda x: x.sharding, wanted)) == []
     assert step(new, grads).step == 8
+
+
+def with_stats(tx):
+    """Adds statistics that are not kept per param, under the path of one."""
+
+    def init(params):
+        return {"stats": {"w": jnp.zeros_like(params["w"])}, "inner": tx.init(params)}
+
+    def update(updates, state, params=None):
+        updates, inner = tx.update(updates, state["inner"], params)
+        return updates, {**state, "inner": inner}
+
+    return optax.GradientTransformation(init, update)
+
+
+LABELS = {"w": "adam", "inner": {"w": "adam", "v": "none"}}
+KEPT = {
+    "adam": (ADAM, 4),
+    "fused": (jamp.optimizers.fused_adam(0.1), 4),
+    "masked": (optax.masked(ADAM, {"w": True, "inner": False}), 2),
+    "labels": (
+        optax.multi_transform({"adam": ADAM, "none": optax.set_to_zero()}, LABELS),
+        4,
+    ),
+    "chain": (optax.chain(optax.clip_by_global_norm(1.0), optax.trace(0.9)), 2),
+    "stats": (with_stats(ADAM), 4),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.eight_devices
+def test_moments_under_jit_are_sharded_like_their_params(name):
+    """Only subtrees with the structure of the params belong to them."""
+    tx, count = KEPT[name]
+    rows = jax.device_put(np.ones((8, 4), np.float32), on_mesh("Auto", 8, P("data")))
+    params = {"w": rows, "inner": {"w": rows, "v": np.ones(3, np.float32)}}
+    init = jax.jit(lambda p: jamp.initialize(p, tx, "O1", verbosity=0))
+    state = init(params)
+    kept = [x for x in jax.tree.leaves(state.opt_state) if x.shape == rows.shape]
+    sharded = [x.sharding.is_equivalent_to(rows.sharding, 2) for x in kept]
+    assert sum(sharded) == count
+    assert len(kept) - count == (name == "stats")

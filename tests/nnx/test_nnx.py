@@ -462,3 +462,18 @@ def test_masters_follow_a_clip_inside_of_the_step():
     masters = jamp.master_params(optimizer.amp_state(model))["kernel"]
     assert_same_bits(masters.astype(jnp.bfloat16), model.kernel[...])
     assert abs(masters).max() <= 0.0101  # rounded to bfloat16(0.01)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_integer_params_are_kept(level):
+    class Counting(nnx.Linear):
+        def __init__(self, rngs):
+            super().__init__(6, 3, rngs=rngs)
+            self.table = nnx.Param(jnp.arange(3))
+
+    model, optimizer = make(level, Counting(nnx.Rngs(0)), **LOW)
+    jitted(model, optimizer, X)
+    optimizer.load_params(model)
+    jitted(model, optimizer, X)
+    assert optimizer.step.get_value() == 2
+    np.testing.assert_array_equal(model.table[...], np.arange(3))

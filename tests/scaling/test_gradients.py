@@ -268,3 +268,38 @@ def test_who_computes_with_gradients_reads_them_once_more():
     plain = {tx: traffic(lambda g: g, tx) for tx, *_ in rows}
     for tx, edit, reads in rows:
         assert traffic(edit, tx) - plain[tx] <= 1.01 * reads * one_read
+
+
+class Odd(optax.GradientTransformation):
+    """A transformation whose attributes have the names of ours."""
+
+    @property
+    def inner(self):
+        raise AssertionError("asked an unknown transformation")
+
+    all_finite = rule = inner
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_unknown_transformation_is_asked_only_for_init_and_update(level):
+    state = begin(level, Odd(*optax.sgd(0.5)))
+    state = state.apply_gradients(grads=grads_of(state, XS[0]))
+    assert state.step == 1
+
+
+def test_a_type_error_in_a_loss_gets_a_note_only_if_it_has_other_arguments():
+    def broken(params, x):
+        return params["w"].nothing(x) if x is None else len(params["w"], x)
+
+    state = begin("O2")
+    for loss, args, noted in (
+        (broken, (1.0,), False),
+        (broken, (None,), False),  # an AttributeError
+        (broken, (1.0, 2.0), True),
+        (broken, (), True),
+        (max, (1.0,), False),  # it has no signature
+    ):
+        with pytest.raises((TypeError, AttributeError)) as error:
+            jamp.scaled_grad(loss)(state, *args)
+        notes = "".join(getattr(error.value, "__notes__", ()))
+        assert ("jamp called loss_fn" in notes) == noted
