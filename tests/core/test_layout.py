@@ -9,16 +9,16 @@ import pytest
 import jamp
 from jamp._core.layout import Layout
 
-F, I = np.ones(2, np.float32), np.arange(3)
+F, N = np.ones(2, np.float32), np.arange(3)
 HALF = np.ones((), jnp.bfloat16)
 OWN = "_overwrite_with_gradient"
 # Params, the kind of each leaf in the order of JAX, and the trained params.
 PARAMS = {
     "floats": ({"a": F, "b": [HALF]}, "tt", {"a": F, "b": [HALF]}),
-    "integers": ({"a": I, "b": F}, "ft", {"a": None, "b": F}),
-    "None": ({"a": None, "b": F, "c": (None, I)}, "ftff", None),
+    "integers": ({"a": N, "b": F}, "ft", {"a": None, "b": F}),
+    "None": ({"a": None, "b": F, "c": (None, N)}, "ftff", None),
     "one leaf": (F, "t", F),
-    "fp8": ({OWN: {"n": I, "s": F}, "params": {"w": F}}, "fot", {"w": F}),
+    "fp8": ({OWN: {"n": N, "s": F}, "params": {"w": F}}, "fot", {"w": F}),
     "a name": ({"x": {OWN: {"s": F}}}, "t", {"x": {OWN: {"s": F}}}),
     "others": ({OWN: {"s": F}, "params": {"w": F}, "z": F}, "otf", {"w": F}),
 }
@@ -45,7 +45,7 @@ def test_kinds_and_structures(name):
 
 
 GIVEN = {
-    "like the params": ({"a": F, "n": I}, True),
+    "like the params": ({"a": F, "n": N}, True),
     "None for integers": ({"a": F, "n": None}, True),
     "float0": ({"a": F, "n": np.zeros(3, jax.dtypes.float0)}, True),
     "another shape": ({"a": np.ones(3, np.float32), "n": None}, False),
@@ -60,7 +60,7 @@ GIVEN = {
 @pytest.mark.parametrize("name", GIVEN)
 def test_gradients_are_read_or_refused(name):
     grads, fits = GIVEN[name]
-    layout, leaves = Layout.of({"a": F, "n": I})
+    layout, leaves = Layout.of({"a": F, "n": N})
     if fits:
         found = layout.read_gradients(grads, leaves, "gradients", "fix it.")
         assert found[0] is F and found[1] is None
