@@ -19,8 +19,8 @@ from jamp._policy.levels import LEVELS
 from jamp._scaling.incoming import check_counters, check_scale_state
 from jamp._scaling.rules import LossScaleRule, LossScaleState, check_single
 from jamp._state.amp_state import AmpState, extra_fields
+from jamp._state.group import Group, groups_of, master_params, pack_groups
 from jamp._state.loading import array_fields, load_weights
-from jamp._state.step import Group, groups_of, master_params, pack_groups
 
 VERSION = 1
 _SCALER_NAMES = ("loss_scale", *LossScaleState._fields[1:])

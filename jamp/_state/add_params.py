@@ -15,9 +15,9 @@ from jamp._core import groups
 from jamp._core.groups import SINGLE
 from jamp._core.tree import by_keystr, copy_shared, mapping_like, strong_array
 from jamp._policy.casting import cast_to_level
+from jamp._state.group import groups_of, master_params
 from jamp._state.incoming import check_containers, check_float32, kind_of
 from jamp._state.new_state import new_state
-from jamp._state.step import groups_of, master_params
 from jamp.optimizers._masters import bare
 
 _COLLECTIONS = ("params", OVERWRITE_WITH_GRADIENT)

@@ -22,6 +22,7 @@ from jamp._policy.levels import Properties
 from jamp._scaling.rules import LossScaleRule, LossScaleState, scales_in_use
 from jamp._state.add_params import with_more_params
 from jamp._state.grads import by_group, by_loss
+from jamp._state.group import groups_of, pack_groups
 from jamp._state.loading import (
     array_fields,
     from_state_dict,
@@ -31,7 +32,7 @@ from jamp._state.loading import (
 )
 from jamp._state.new_state import wrap_like
 from jamp._state.skip import Flag, every, keep_on_skip, next_counters, next_scales
-from jamp._state.step import groups_of, pack_groups, step
+from jamp._state.step import step
 
 _FIELD_REMEDY = (
     "a field keeps its structure and shapes; to change them, use "
@@ -160,8 +161,7 @@ class AmpState(TrainState, kw_only=True):
                 "The state has no optimizer: pass one to jamp.initialize(params, tx)."
             )
         stepped = groups_of(self)
-        layouts = {key: (group.layout, group.leaves) for key, group in stepped.items()}
-        losses = by_loss(grads, loss_id, self, layouts)
+        losses = by_loss(grads, loss_id, self, stepped)
         given = by_group(losses)
         finite = {key: grads.finite for key, grads in given.items()}
         for key, grads in given.items():

@@ -16,7 +16,7 @@ from jamp._core.dtypes import is_castable, is_half
 from jamp._core.tree import check_like, select
 from jamp._scaling.rules import check_single
 from jamp._state.amp_state import AmpState
-from jamp._state.step import master_params
+from jamp._state.group import master_params
 
 _REMEDY = "start the average from `jamp.master_params(new)`."
 _IN_HALF = (

@@ -11,12 +11,12 @@ from jaxtyping import Array, PyTree
 from jamp._core import groups
 from jamp._core.dtypes import is_half, widen
 from jamp._core.groups import Key
-from jamp._core.layout import Layout
 from jamp._core.tree import all_finite
 from jamp._core.warnings import PrecisionWarning, warn
 from jamp._scaling.loss import find_loss_scale
 from jamp._scaling.rules import HasLossScales
 from jamp._scaling.unscaled import Origin, origin_of
+from jamp._state.group import Group
 from jamp._state.incoming import kind_of
 from jamp._state.skip import Flag, every
 
@@ -30,10 +30,6 @@ _TWO_WRITERS = (
     "from loss {}: these values replace the old ones, so they have no sum. Return the "
     "sum of the losses from one loss function, or step once per loss."
 )
-
-
-# The layout and all leaves of the params of each group.
-type Layouts = Mapping[Key, tuple[Layout, list[Any]]]
 
 
 class Gradients(NamedTuple):
@@ -68,11 +64,11 @@ class LossGrads(NamedTuple):
 
 
 def by_loss(
-    grads: PyTree, loss_id: Any, state: HasLossScales, layouts: Layouts
+    grads: PyTree, loss_id: Any, state: HasLossScales, by_key: Mapping[Key, Group]
 ) -> list[LossGrads]:
     """Checks the gradients, and groups them by loss."""
     if not isinstance(loss_id, Sequence):
-        return [_loss_grads(grads, loss_id, state, layouts)]
+        return [_loss_grads(grads, loss_id, state, by_key)]
     if not isinstance(grads, Sequence):
         raise TypeError(
             f"loss_id={loss_id!r} is for a sequence of gradients, one tree per loss; "
@@ -85,7 +81,7 @@ def by_loss(
             "`apply_gradients(grads=(g0, g1), loss_id=(0, 1))`."
         )
     pairs = zip(grads, loss_id, strict=True)
-    return [_loss_grads(*pair, state, layouts) for pair in pairs]
+    return [_loss_grads(*pair, state, by_key) for pair in pairs]
 
 
 def by_group(losses: list[LossGrads]) -> dict[Key, Gradients]:
@@ -117,22 +113,22 @@ def by_group(losses: list[LossGrads]) -> dict[Key, Gradients]:
 
 
 def _loss_grads(
-    grads: PyTree, loss_id: int, state: HasLossScales, layouts: Layouts
+    grads: PyTree, loss_id: int, state: HasLossScales, by_key: Mapping[Key, Group]
 ) -> LossGrads:
     rule, _ = find_loss_scale(state, loss_id, "apply_gradients")
     loss_id = operator.index(loss_id)  # an array cannot be the key of a dict
-    is_single = groups.SINGLE in layouts
+    is_single = groups.SINGLE in by_key
     entries = {groups.SINGLE: grads}
     if not is_single:
-        entries = _entries_of(grads, tuple(layouts), state)
+        entries = _entries_of(grads, tuple(by_key), state)
     read = {}
     for key, entry in entries.items():
-        layout, leaves = layouts[key]
+        layout, leaves = by_key[key].layout, by_key[key].leaves
         what = "gradients" if is_single else f"gradients of group {key!r}"
         read[key] = layout.read_gradients(entry, leaves, what, _REMEDY)
         if any(map(is_half, read[key])):
             _warn_half(entry, what, state)
-    trained = {key: layouts[key][0].pick(leaves) for key, leaves in read.items()}
+    trained = {key: by_key[key].layout.pick(leaves) for key, leaves in read.items()}
     flat = [x for leaves in trained.values() for x in leaves]
     origin = origin_of(flat) or Origin(loss_id)
     if origin.loss_id != loss_id and rule.check:
@@ -147,7 +143,7 @@ def _loss_grads(
     scaled = origin.scaled if rule.check or origin.finite is None else None
     found = {}
     for key, leaves in trained.items():
-        overwritten = layouts[key][0].pick(read[key], "overwritten")
+        overwritten = by_key[key].layout.pick(read[key], "overwritten")
         wide, own = list(map(widen, leaves)), None
         if scaled:
             own = [scaled[id(x)] for x in leaves], origin.scale

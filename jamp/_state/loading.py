@@ -22,9 +22,9 @@ from jamp._core.tree import (
 )
 from jamp._scaling.incoming import check_counters, check_scale_state
 from jamp._scaling.rules import check_single
+from jamp._state.group import Group, groups_of, pack_groups
 from jamp._state.incoming import ARRAY_LIKE
 from jamp._state.new_state import first_weights, init_optimizer, replicate_uncommitted
-from jamp._state.step import Group, groups_of, pack_groups
 from jamp.optimizers._masters import MasterWeightsState
 from pallas_kernels import Weight, split_float32
 

@@ -18,7 +18,7 @@ from jamp._core.dtypes import is_castable
 from jamp._core.tree import is_traced
 from jamp._policy.levels import Properties
 from jamp._scaling.rules import LossScaleRule
-from jamp._state.step import Group, groups_of, pack_groups
+from jamp._state.group import Group, groups_of, pack_groups
 from jamp.optimizers import StochasticRoundingState, _masters as masters
 from jamp.optimizers._fused import FusedTransformation
 from pallas_kernels import Weight

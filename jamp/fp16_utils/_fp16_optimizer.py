@@ -23,8 +23,9 @@ from jamp._scaling.incoming import check_scale_state
 from jamp._scaling.loss import checked_loss, grad_of_scaled
 from jamp._state.closure import rounded, with_gradient
 from jamp._state.grads import Gradients
+from jamp._state.group import Group
 from jamp._state.new_state import init_group
-from jamp._state.step import Group, step
+from jamp._state.step import step
 from jamp.fp16_utils._fp16util import clip_grad_norm
 from jamp.optimizers._masters import MasterWeights, MasterWeightsState, master_weights
 

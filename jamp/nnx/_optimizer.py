@@ -19,7 +19,7 @@ from jamp._policy.levels import Properties
 from jamp._scaling.rules import scales_in_use
 from jamp._state.amp_state import AmpState
 from jamp._state.closure import rounded
-from jamp._state.step import master_params
+from jamp._state.group import master_params
 from jamp.nnx._variables import Models, arrays_of, by_path, is_node
 
 # The fields of an AmpState that hold arrays, except the params.
