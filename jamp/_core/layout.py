@@ -53,7 +53,9 @@ class Layout:
         """Returns the leaves of one kind, from all leaves."""
         return [x for x, k in zip(leaves, self.kind, strict=True) if k == kind]
 
-    def fill(self, leaves: Sequence[Any], new: Sequence[Any], kind: Kind = "trained"):
+    def fill(
+        self, leaves: Sequence[Any], new: Sequence[Any], kind: Kind = "trained"
+    ) -> list[Any]:
         """Returns all leaves, with new ones of one kind."""
         each = iter(new)
         pairs = zip(leaves, self.kind, strict=True)
