@@ -1,10 +1,9 @@
 """`Transformation`: an optax transformation that is equal to others by its rule."""
 
-from collections.abc import Sequence
 from typing import Any, Self
 
 import optax
-from jaxtyping import Array, ArrayLike, Bool
+from jaxtyping import Array, ArrayLike, Bool, PyTree
 
 
 class Transformation(optax.GradientTransformationExtraArgs):
@@ -24,7 +23,7 @@ class Transformation(optax.GradientTransformationExtraArgs):
         return self.init.__self__  # pyright: ignore[reportAttributeAccessIssue]
 
     def all_finite(
-        self, grads: Sequence[Array], grad_scale: ArrayLike | None = None
+        self, grads: PyTree, grad_scale: ArrayLike | None = None
     ) -> Bool[Array, ""] | None:
         """Returns whether no gradient is inf or NaN; None without an own kernel.
 

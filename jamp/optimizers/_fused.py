@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Bool, Float, PyTree
@@ -229,7 +230,8 @@ class FusedRule(Hyperparameters, Rule):
         if fits and like is not None:
             fits = [x.shape for x in leaves] == [x.shape for x in like]
         if not fits:
-            expected = structure.unflatten(leaves if like is None else like)
+            numbers = [np.float32(0)] * structure.num_leaves
+            expected = structure.unflatten(numbers if like is None else like)
             check_like(tree, expected, f"{self.name}: `state.{name}`", _REMEDY)
         return leaves
 
@@ -242,10 +244,10 @@ class FusedTransformation(Transformation):
         return type(self).from_rule(dataclasses.replace(self.rule, **changes))
 
     def all_finite(
-        self, grads: Sequence[Array], grad_scale: ArrayLike | None = None
+        self, grads: PyTree, grad_scale: ArrayLike | None = None
     ) -> Bool[Array, ""]:
         options = self.rule.options(grad_scale)
-        return ~found_inf_of(grads, options=options)
+        return ~found_inf_of(jax.tree.leaves(grads), options=options)
 
 
 @functools.lru_cache(maxsize=64)

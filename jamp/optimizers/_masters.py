@@ -68,7 +68,7 @@ class MasterWeights(Transformation):
         return self.rule.store_remainder
 
     def all_finite(
-        self, grads: Sequence[Array], grad_scale: ArrayLike | None = None
+        self, grads: PyTree, grad_scale: ArrayLike | None = None
     ) -> Bool[Array, ""] | None:
         inner = self.inner
         is_ours = isinstance(inner, Transformation)
