@@ -51,9 +51,6 @@ budgets: $(VENV)/h200 ## compare the bytes of 15 architectures with half by hand
 	JAMP_BUDGETS=1 $(PYTHON) -m pytest tests/project/test_lean.py tests/project/test_fp8.py \
 		tests/optimizers/test_optimizer_bytes.py $(ARGS)
 
-mutate: $(VENV)/.test ## change modules at random, and check that a test fails
-	$(ON_CPU) JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(PYTHON) -m tests.mutate $(ARGS)
-
 tpu: $(VENV)/tpu ## compare the bytes of programs that are compiled for a TPU v5e
 	JAMP_TPU=1 $(PYTHON) -m pytest tests/project/test_lean.py -k tpu $(ARGS)
 
@@ -106,6 +103,6 @@ $(VENV)/pyvenv.cfg: $(shell test -x $(PYTHON) || echo FORCE)
 	python=$$(sh .ci/find_python) && "$$python" -m venv --clear $(VENV)
 FORCE:
 
-.PHONY: help demo test test-rest test-isa test-all test-next sweep fuzz soak budgets mutate tpu lint bench gpu dist docs
+.PHONY: help demo test test-rest test-isa test-all test-next sweep fuzz soak budgets tpu lint bench gpu dist docs
 .NOTPARALLEL:
 .DELETE_ON_ERROR:

@@ -101,7 +101,7 @@ class Transformer(nnx.Module):
 
 # One step. It is the same at every level.
 def loss_fn(model, tokens):
-    logits = model(tokens[:, :-1])  # float32, even if O2 computes them in half
+    logits = model(tokens[:, :-1])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
     return losses.mean()
 
@@ -118,10 +118,10 @@ def train_step(model, optimizer, tokens):
     return {"loss": loss, "scale": scale, "skipped": skipped}
 
 
-@nnx.jit(static_argnums=4)
-def sample(model, window, key, temperature, length):
+@nnx.jit(static_argnums=(0, 5))
+def sample(forward, model, window, key, temperature, length):
     def step(window, key):
-        token = jax.random.categorical(key, model(window)[-1] / temperature)
+        token = jax.random.categorical(key, forward(model, window)[-1] / temperature)
         return jnp.append(window[1:], token), token
 
     return jax.lax.scan(step, window, jax.random.split(key, length))[1]
@@ -130,7 +130,7 @@ def sample(model, window, key, temperature, length):
 # The training loop.
 def train(opt_level, options):
     characters, *texts = load_text()
-    context, steps, evaluate = options.context, options.steps, nnx.jit(loss_fn)
+    context, steps = options.context, options.steps
     windows, tests = (sliding_window_view(text, context + 1) for text in texts)
     tests = tests[:: context + 1]  # without overlaps
     start = time.perf_counter()
@@ -140,6 +140,9 @@ def train(opt_level, options):
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
     overrides = {"loss_scale": options.loss_scale, "verbosity": not options.compare}
     model, optimizer = jamp.nnx.initialize(model, tx, opt_level, **overrides)
+    # Outside of a step, these functions of the model run at its level.
+    evaluate = nnx.jit(jamp.nnx.cast_forward(loss_fn, optimizer))
+    forward = jamp.nnx.cast_forward(lambda model, tokens: model(tokens), optimizer)
     rng, history, validation = np.random.default_rng(options.seed), [], {}
     for step in (bar := tqdm.trange(1, steps + 1, desc=opt_level)):
         metrics = train_step(model, optimizer, rng.choice(windows, options.batch_size))
@@ -155,7 +158,7 @@ def train(opt_level, options):
     run["final_loss"] = run["loss"][-max(1, steps // 10) :].mean()
     run["seconds"] = time.perf_counter() - start
     prompt, key = texts[1][:context], jax.random.key(options.seed)
-    written = sample(model, prompt, key, options.temperature, options.sample)
+    written = sample(forward, model, prompt, key, options.temperature, options.sample)
     return run | {"text": ["".join(characters[part]) for part in (prompt, written)]}
 
 

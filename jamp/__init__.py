@@ -56,16 +56,14 @@ from jamp._state.amp_state import AmpState as AmpState
 from jamp._state.average import incremental_update as incremental_update
 from jamp._state.check import check as check
 from jamp._state.closure import closure as closure
+from jamp._state.group import master_params as master_params
 from jamp._state.initialize import initialize as initialize
-from jamp._state.step import master_params as master_params
 from jamp.optimizers._masters import (
     MasterWeightsState as MasterWeightsState,
     master_weights as master_weights,
 )
 
 __version__ = "0.1.0"  # pyproject.toml reads it from here
-
-_requirements.warn_of_other_jamp()
 
 
 def _is_ours(name: str) -> bool:

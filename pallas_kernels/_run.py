@@ -163,8 +163,8 @@ def placement_of(
 ) -> Placement:
     """Returns the placement of leaves, given `shardings` on a mesh of Auto axes."""
     told = [s for s in shardings or () if isinstance(s, NamedSharding)]
-    # The weight of a leaf, if there is one, has the sharding of the leaf.
-    deciding = [leaf.get("weight", next(iter(leaf.values()))) for leaf in leaves]
+    # A gradient may be sharded differently, so take the param's sharding.
+    deciding = [leaf.get("param", next(iter(leaf.values()))) for leaf in leaves]
     types = [jax.typeof(x).sharding for x in deciding]
     meshes = [s.mesh for s in (*types, *told) if not s.mesh.empty and s.mesh.size > 1]
     if not meshes:

@@ -38,8 +38,8 @@ type Kind = Literal["own", "copied", "split"]
 
 _LOW = jnp.dtype(jnp.uint16)
 
-# The column names of a param and its master.
-_COLUMNS = {"own": ["weight"], "copied": ["copy", "weight"], "split": ["weight", "low"]}
+# The column names of the two fields of a `Weight`. A formula steps the master.
+_COLUMNS = {"own": ["param"], "copied": ["param", "master"], "split": ["param", "low"]}
 
 
 class Weight(NamedTuple):
@@ -234,10 +234,10 @@ def _columns_and_tags(
         leaf = {"grad": grad, **dict(zip(_COLUMNS[weight.kind], weight, strict=False))}
         leaf |= {name: xs[k] for name, xs in leaves.moments.items()}
         if gives != "weights":
-            leaf.pop("copy", None)
+            leaf = {c: x for c, x in leaf.items() if not _STEP.is_copy(c, leaf)}
         places = list(zip(leaves.moments, itertools.count()))
         if rounds and weight.kind == "own" and gives == "weights":
-            places.append(("weight", WEIGHT))
+            places.append(("param", WEIGHT))
         rounded = tuple([(c, at) for c, at in places if leaf[c].dtype == jnp.bfloat16])
         columns.append(leaf)
         kept = weight.kind, weight.param.dtype
@@ -247,8 +247,8 @@ def _columns_and_tags(
 
 def _stepped(numbers: Numbers, tag: _Tag, blocks: Blocks) -> Blocks:
     """Steps joined weights with unscaled gradients."""
-    moments = dict(blocks)
-    weight, grad = moments.pop("weight"), moments.pop("grad")
+    moments, value = dict(blocks), _value_column(tag)
+    weight, grad = moments.pop(value), moments.pop("grad")
     if tag.storage == "split":
         weight = join(weight, moments.pop("low"))
     # The norm of all leaves is float64 if one leaf is.
@@ -262,21 +262,25 @@ def _stepped(numbers: Numbers, tag: _Tag, blocks: Blocks) -> Blocks:
         return {"weight": weight * weight, "added": delta * delta}
     if tag.gives == "updates":
         return {"update": delta, **moments}
-    return {"weight": weight + delta, **moments}
+    return {value: weight + delta, **moments}
+
+
+def _value_column(tag: _Tag) -> str:
+    return "master" if tag.storage == "copied" else "param"
 
 
 def _stored(tag: _Tag, results: Blocks, noise: Noise | None) -> Blocks:
     """Returns the new weights and moments in the form that is stored."""
     results = dict(results)
     if tag.storage == "split" and tag.gives == "weights":
-        results["weight"], results["low"] = split_wide(results["weight"])
+        results["param"], results["low"] = split_wide(results["param"])
     if tag.storage == "own" and tag.gives == "weights":
-        results["weight"] = saturate(results["weight"], tag.dtype)
+        results["param"] = saturate(results["param"], tag.dtype)
     if noise is not None:
         for name, place in tag.rounded:
             results[name] = rounded(results[name], noise.bits(place))
     return results
 
 
-_STEP = Job(_stepped, copies={"copy": "weight"}, stored=_stored)
+_STEP = Job(_stepped, copies={"param": "master"}, stored=_stored)
 _NORMS = Job(_stepped, reductions={"weight": "sum", "added": "sum"})

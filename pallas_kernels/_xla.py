@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -64,8 +64,8 @@ class Job:
 
     Attributes:
         formula: `(numbers, tag, columns) -> results`, in float32.
-        copies: columns that the job writes and does not read, each with the result from
-            which it is rounded.
+        copies: columns that the job writes and does not read, each with the column from
+            which it is rounded. In a leaf without that column, it is no copy.
         reductions: results to reduce over each leaf with "sum", or with "max" if they
             are not negative.
         totals: whether to reduce over all leaves, and return nothing else.
@@ -81,14 +81,18 @@ class Job:
 
     def read(self, leaf: Leaf) -> Blocks:
         """Returns the columns that the formula reads, with half columns in float32."""
-        return {c: widen(x) for c, x in leaf.items() if c not in self.copies}
+        return {c: widen(x) for c, x in leaf.items() if not self.is_copy(c, leaf)}
+
+    def is_copy(self, column: str, leaf: Collection[str]) -> bool:
+        """Returns whether a column of a leaf is rounded from another one."""
+        return self.copies.get(column) in leaf
 
     def copied(self, leaf: Leaf, results: Blocks) -> Blocks:
         """Returns the copies of a leaf, rounded from float32 results."""
         return {
             c: saturate(results[source], leaf[c].dtype).astype(leaf[c].dtype)
             for c, source in self.copies.items()
-            if c in leaf
+            if c in leaf and source in leaf
         }
 
 

@@ -3,14 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jamp._core.devices import moves_constants, place_like
+from jamp._core.devices import place_like
 from jamp._core.numbers import check_count, check_scale, number
 from jamp._core.tree import is_traced
 from jamp._scaling.rules import StaticLossScale, check_single, current_scale
 from jamp._state.amp_state import AmpState
 
 
-@moves_constants
 def state_dict(state: AmpState) -> dict[str, dict[str, float | int]]:
     """Returns the loss scales in apex's form; `to_checkpoint` saves a whole state.
 
@@ -28,7 +27,6 @@ def state_dict(state: AmpState) -> dict[str, dict[str, float | int]]:
     return {f"loss_scaler{i}": entry for i, entry in enumerate(entries)}
 
 
-@moves_constants
 def load_state_dict(state: AmpState, state_dict: Mapping[str, Any]) -> AmpState:
     """Returns the state with the loss scales of a state dict, jamp's or apex's.
 

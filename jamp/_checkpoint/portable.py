@@ -11,7 +11,7 @@ from flax.training.train_state import TrainState
 from jaxtyping import PyTree
 
 from jamp._core import groups
-from jamp._core.devices import moves_constants, place_like
+from jamp._core.devices import place_like
 from jamp._core.names import check_same, from_names, to_names
 from jamp._core.numbers import number
 from jamp._core.tree import copy_shared
@@ -19,9 +19,8 @@ from jamp._policy.levels import LEVELS
 from jamp._scaling.incoming import check_counters, check_scale_state
 from jamp._scaling.rules import LossScaleRule, LossScaleState, check_single
 from jamp._state.amp_state import AmpState, extra_fields
+from jamp._state.group import Group, groups_of, master_params, pack_groups
 from jamp._state.loading import array_fields, load_weights
-from jamp._state.stalls import forget
-from jamp._state.step import groups_of, master_params, pack_groups
 
 VERSION = 1
 _SCALER_NAMES = ("loss_scale", *LossScaleState._fields[1:])
@@ -34,7 +33,6 @@ _WHAT_IS_READ = (
 )
 
 
-@moves_constants
 def to_checkpoint(state: AmpState) -> dict[str, Any]:
     """Returns the state as nested dicts of arrays, in the same form at every level.
 
@@ -81,7 +79,6 @@ def to_checkpoint(state: AmpState) -> dict[str, Any]:
     }
 
 
-@moves_constants
 def from_checkpoint(state: AmpState, checkpoint: PyTree) -> AmpState:
     """Returns the state with the values of a checkpoint, even from another opt level.
 
@@ -115,10 +112,9 @@ def from_checkpoint(state: AmpState, checkpoint: PyTree) -> AmpState:
     inner = from_names(_inner_states(state), found["opt_state"])
     read = {}
     for key, group in groups_of(state).items():
-        params = groups.get(originals, key)
-        weights = load_weights(group.weights(), params)
-        group = group._replace(params=params)
-        read[key] = group.with_weights(weights, groups.get(inner, key))
+        new = Group.of(group.tx, None, groups.get(originals, key))
+        weights = load_weights(group.weights(), new.trained)
+        read[key] = new.with_weights(weights, groups.get(inner, key))
     others = {name: found[name] for name in (*_COUNTERS, "step")}
     others |= {name: found["fields"].get(name) for name in _extra(state)}
     restored = state.replace(
@@ -127,7 +123,6 @@ def from_checkpoint(state: AmpState, checkpoint: PyTree) -> AmpState:
         **{name: from_names(getattr(state, name), x) for name, x in others.items()},
     )
     restored = jax.tree.map(place_like, restored, state)
-    forget()
     return copy_shared(restored, (state, checkpoint, found))
 
 

@@ -1,40 +1,16 @@
-"""Devices of arrays: comparisons, placement and transfer guards."""
+"""Devices of arrays: placement, and what their matmul units multiply."""
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jamp._core.tree import is_traced
 from jamp._core.warnings import UnusedOptionWarning, warn
 from pallas_kernels._compat import compute_capability
-
-
-def check_same_devices(*named: tuple[str, Any]) -> None:
-    """Raises if committed arrays are on different devices, or on different meshes.
-
-    JAX would raise at the first operation on two of them, without naming the leaves.
-    """
-    first: dict[Any, tuple[str, Any]] = {}  # the first array on each set of devices
-    for name, tree in named:
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            if not is_traced(leaf) and getattr(leaf, "committed", False):
-                first.setdefault(_devices(leaf.sharding), (name, path))
-    if len(first) > 1:
-        one, other, *_ = [
-            f"{name}{jax.tree_util.keystr(path)} on devices {[x.id for x in devices]}"
-            for devices, (name, path) in first.items()
-        ]
-        raise ValueError(
-            f"Arrays are on different devices: {one}, and {other}. Put all of them on "
-            "one mesh first, with `jax.device_put(tree, sharding)`."
-        )
 
 
 def place_like(x: Any, like: Any) -> jax.Array:
@@ -106,63 +82,3 @@ def warn_without_fp8() -> None:
             "fp8=False.",
             UnusedOptionWarning,
         )
-
-
-_GUARDS = ("host_to_device", "device_to_device", "device_to_host")
-# The caller's `jax.transfer_guard` for each of `_GUARDS`, while a jamp function runs.
-_callers_levels: ContextVar[list[Any] | None] = ContextVar("levels", default=None)
-
-
-def moves_constants[**P, T](fn: Callable[P, T]) -> Callable[P, T]:
-    """Allows a function of jamp to move constants to the device.
-
-    The functions of the caller run in `callers_guard`, which restores the guard.
-    """
-
-    @functools.wraps(fn)
-    def let_through(*args: P.args, **kwargs: P.kwargs) -> T:
-        if _callers_levels.get() is not None:
-            return fn(*args, **kwargs)
-        levels = [getattr(jax.config, f"jax_transfer_guard_{x}") for x in _GUARDS]
-        token = _callers_levels.set(levels)
-        try:
-            with jax.transfer_guard("allow"):
-                return fn(*args, **kwargs)
-        finally:
-            _callers_levels.reset(token)
-
-    return let_through
-
-
-@contextlib.contextmanager
-def callers_guard() -> Iterator[None]:
-    """Restores the caller's `jax.transfer_guard` while one of their functions runs."""
-    levels = _callers_levels.get()
-    with contextlib.ExitStack() as stack:
-        if levels is not None:
-            stack.callback(_callers_levels.reset, _callers_levels.set(None))
-            for name, level in zip(_GUARDS, levels, strict=True):
-                guard = getattr(jax, f"transfer_guard_{name}")
-                stack.enter_context(guard(level or "allow"))
-        yield
-
-
-def check_transfers(tree: Any) -> None:
-    """Applies the caller's `jax.transfer_guard` to the NumPy arguments of a loss.
-
-    Autocast moves them to the device before the loss runs.
-    """
-    levels = _callers_levels.get()
-    if levels and levels[0] not in (None, "allow"):
-        with callers_guard():
-            for x in jax.tree.leaves(tree):
-                if isinstance(x, np.ndarray):
-                    jnp.asarray(x)
-
-
-@functools.lru_cache(maxsize=64)
-def _devices(sharding: Sharding) -> tuple[Any, ...]:
-    """Returns the devices in mesh order, because a program needs the same order."""
-    if isinstance(sharding, NamedSharding) and sharding.mesh.devices is not None:
-        return tuple(sharding.mesh.devices.flat)
-    return tuple(sorted(sharding.device_set, key=lambda device: device.id))

@@ -16,6 +16,7 @@ type Key = Hashable | None
 type Wrt = Key | Sequence[Key]
 
 SINGLE: Key = None
+CONTAINERS = list, tuple, dict, FrozenDict
 
 
 class HasGroups(Protocol):
@@ -66,8 +67,7 @@ def pack(values: Mapping[Key, Any], like: Any) -> Any:
         return values[SINGLE]
     if isinstance(like, Mapping):
         return mapping_like(like, {key: values[key] for key in like if key in values})
-    entries = [values.get(key) for key in range(len(like))]
-    return like._make(entries) if hasattr(like, "_make") else type(like)(entries)
+    return type(like)(values.get(key) for key in range(len(like)))
 
 
 def pack_hashable(values: Mapping[Key, Any], like: Any) -> Any:
@@ -76,16 +76,6 @@ def pack_hashable(values: Mapping[Key, Any], like: Any) -> Any:
     if SINGLE in values:
         return packed
     return FrozenDict(packed) if isinstance(like, Mapping) else tuple(packed)
-
-
-def is_per_group(value: object, keys: tuple[Key, ...]) -> bool:
-    """Returns whether a field is a mapping with exactly the keys of the groups.
-
-    The keys of groups in a list or tuple are their positions. A sequence is never per
-    group, because the NamedTuple of an optimizer can have the same length by accident.
-    """
-    several = keys != (SINGLE,)
-    return several and isinstance(value, Mapping) and set(value) == set(keys)
 
 
 def resolve_wrt(wrt: Wrt, keys: tuple[Key, ...]) -> tuple[Key, ...]:

@@ -1,8 +1,6 @@
-"""Checks at import: the version of JAX, and the other `jamp` on PyPI."""
+"""Checks the version of JAX at import."""
 
-import importlib.metadata
 import os
-import warnings
 
 import jax
 
@@ -24,18 +22,4 @@ def jax_problem(version: tuple[int, ...] | None = None) -> str | None:
     return (
         f"jamp needs {bounds}; this is JAX {'.'.join(map(str, version))}. "
         f'Install another version of jamp, or run `pip install "{bounds}"`.'
-    )
-
-
-def warn_of_other_jamp() -> None:
-    """Warns if the distribution `jamp` is installed. It has the same import name."""
-    try:
-        version = importlib.metadata.version("jamp")
-    except importlib.metadata.PackageNotFoundError:
-        return
-    warnings.warn(
-        f"The distribution `jamp` {version}, a different library with the same import "
-        "name, is installed with `jamp-jax`. Their files overwrite each other. Run "
-        "`pip uninstall jamp jamp-jax`, then install `jamp-jax` again.",
-        stacklevel=3,
     )

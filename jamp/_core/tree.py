@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -58,39 +57,14 @@ def merge[T](tree: T, rest: T) -> T:
     )
 
 
-def split_overwrite(tree: PyTree) -> tuple[Any, Any]:
-    """Splits off `_overwrite_with_gradient`, whose gradients are its new values."""
-    if isinstance(tree, Mapping) and OVERWRITE_WITH_GRADIENT in tree:
-        return tree["params"], tree[OVERWRITE_WITH_GRADIENT]
-    return tree, None
-
-
 def is_overwritten(parts: tuple[str, ...]) -> bool:
     """Returns whether a leaf is in `_overwrite_with_gradient`."""
     return OVERWRITE_WITH_GRADIENT in parts
 
 
-def trained_params(params: PyTree) -> PyTree:
-    """Returns the floats of the params, without `_overwrite_with_gradient`."""
-    return differentiable(split_overwrite(params)[0])
-
-
-def with_trained(params: PyTree, trained: PyTree, overwrite: PyTree = None) -> Any:
-    """Replaces the trained params, and `_overwrite_with_gradient` unless it is None."""
-    whole, old = split_overwrite(params)
-    whole = merge(trained, whole)
-    if old is None:
-        return whole
-    values = old if overwrite is None else overwrite
-    return mapping_like(params, {"params": whole, OVERWRITE_WITH_GRADIENT: values})
-
-
 def mapping_like(like: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
     """Makes a mapping of the type of `like`, to keep the structure of the tree."""
-    if isinstance(like, defaultdict):
-        return defaultdict(like.default_factory, entries)
-    plain = isinstance(like, dict) and not isinstance(like, OrderedDict)
-    return entries if plain else type(like)(entries)  # pyright: ignore[reportCallIssue]
+    return entries if type(like) is dict else type(like)(entries)  # pyright: ignore[reportCallIssue]
 
 
 def widen_tree(tree: PyTree) -> PyTree:
@@ -116,12 +90,14 @@ def _all_finite(leaves: Sequence[Any]) -> Array:
 def select[T](take_new: Bool[Array, ""] | bool, new: T, old: T) -> T:
     """Returns `new` in the dtypes of `old` if `take_new`, and `old` otherwise."""
     take_new = jnp.asarray(take_new)
+    return jax.tree.map(lambda n, o: select_leaf(take_new, n, o), new, old)
 
-    def leaf(n, o):
-        n = n if getattr(n, "dtype", None) == o.dtype else jnp.asarray(n, o.dtype)
-        return lax.select(take_new, n, o)  # `jnp.where` traces a program for each leaf
 
-    return jax.tree.map(leaf, new, old)
+def select_leaf(take_new: Bool[Array, ""], new: Any, old: Array) -> Array:
+    """Selects between two arrays like `select`."""
+    if getattr(new, "dtype", None) != old.dtype:
+        new = jnp.asarray(new, old.dtype)
+    return lax.select(take_new, new, old)  # `jnp.where` traces a program for each leaf
 
 
 def strong_array(x: Any) -> Any:

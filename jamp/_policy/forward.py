@@ -172,7 +172,8 @@ def no_forward(*_: object, **__: object) -> NoReturn:
     """Raises an error. A state without an `apply_fn` has this function."""
     raise TypeError(
         "The state has no forward function: pass `apply_fn=model.apply`, or any "
-        "`(variables, *args) -> outputs`, to jamp.initialize. Call an NNX model itself."
+        "`(variables, *args) -> outputs`, to jamp.initialize. For NNX, "
+        "write `jamp.nnx.cast_forward(fn, optimizer)(model, *args)`."
     )
 
 

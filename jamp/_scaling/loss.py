@@ -1,10 +1,7 @@
 """The loss times its scale: checks of the loss, and the gradients of the product."""
 
-import functools
 import operator
-import weakref
-from collections.abc import Callable, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,20 +10,14 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
-from jamp._core.devices import callers_guard, moves_constants
+from jamp._autocast.reduction import summed_in_float32
 from jamp._core.dtypes import HALF_DTYPES, is_differentiable
+from jamp._core.layout import Layout
 from jamp._core.show import format_shapes, short_repr
-from jamp._core.tracers import depends_on, depends_without_grad
-from jamp._core.tree import (
-    all_finite,
-    differentiable,
-    merge,
-    split_overwrite,
-    with_trained,
-)
+from jamp._core.tracers import depends_on
+from jamp._core.tree import all_finite
 from jamp._core.warnings import PrecisionWarning, warn
 from jamp._scaling.mapped_axis import alike
-from jamp._scaling.reduction import summed_in_float32
 from jamp._scaling.rules import (
     HasLossScales,
     LossScaleRule,
@@ -35,20 +26,12 @@ from jamp._scaling.rules import (
     current_scale,
     unscale_tree,
 )
-from jamp._scaling.unscaled import are_unscaled, nan_unless, warn_without_scale
+from jamp._scaling.unscaled import nan_unless, origin_of
 from pallas_kernels.layouts import row_major_on_cuda
 
 _UNSCALED = (
     "jamp.unscale got gradients that jamp.scaled_grad or jamp.unscale has already "
     "divided by the loss scale. Delete the call of jamp.unscale."
-)
-_INSIDE = (
-    "A loss function called jamp.scale_loss, but jamp already scales its loss. Delete "
-    "the call of jamp.scale_loss, and return the loss itself."
-)
-_TWICE = (
-    "jamp.scale_loss got a loss that jamp.scale_loss returned. Delete one of the two "
-    "calls."
 )
 _CONSTANT = (
     "The loss does not depend on the params that jamp passed to loss_fn, so all "
@@ -56,12 +39,7 @@ _CONSTANT = (
     "`state.params` or a model outside."
 )
 
-# The params of the loss function that jamp runs now, and the losses of `scale_loss`.
-_params: ContextVar[Sequence[Any]] = ContextVar("params", default=())
-_scaled: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 
-
-@moves_constants
 def scale_loss(loss: Array, state: HasLossScales, loss_id: int = 0) -> Float[Array, ""]:
     """Multiplies a loss by the loss scale in float32, for your own `jax.grad`.
 
@@ -70,8 +48,8 @@ def scale_loss(loss: Array, state: HasLossScales, loss_id: int = 0) -> Float[Arr
     skips it.
 
     Args:
-        loss: a float scalar. Do not compute it from a scaled loss; jamp only recognizes
-            the scaled loss itself.
+        loss: a float scalar, not yet scaled. `scaled_value_and_grad` scales its loss
+            itself.
         state: an AmpState.
         loss_id: which of the state's loss scales to use.
 
@@ -81,7 +59,6 @@ def scale_loss(loss: Array, state: HasLossScales, loss_id: int = 0) -> Float[Arr
     Raises:
         TypeError: the loss is not a float scalar.
         IndexError: `loss_id` is out of range.
-        ValueError: the loss is already scaled, or `scaled_value_and_grad` scales it.
 
     >>> import jax, jax.numpy as jnp, jamp, optax
     >>> state = jamp.initialize(
@@ -93,16 +70,9 @@ def scale_loss(loss: Array, state: HasLossScales, loss_id: int = 0) -> Float[Arr
     [4. 4.] [1. 1.]
     """
     rule, scale_state = find_loss_scale(state, loss_id, "jamp.scale_loss(loss, state)")
-    if _scaled.get(id(loss)) is loss:
-        raise ValueError(_TWICE)
-    if depends_without_grad(loss, _params.get()):
-        raise ValueError(_INSIDE)
-    scaled = rule.scale_loss(checked_loss(loss)[0], scale_state)
-    _scaled[id(scaled)] = scaled
-    return scaled
+    return rule.scale_loss(checked_loss(loss)[0], scale_state)
 
 
-@moves_constants
 def unscale(grads: PyTree, state: HasLossScales, loss_id: int = 0) -> PyTree:
     """Divides the gradients of a loss from `scale_loss` by the scale, in float32.
 
@@ -110,9 +80,8 @@ def unscale(grads: PyTree, state: HasLossScales, loss_id: int = 0) -> PyTree:
     static scale, gradients are not checked.
 
     Args:
-        grads: a tree of scaled gradients. jamp refuses gradients that it unscaled. It
-            does not recognize values computed from them outside `jit`, such as a mean,
-            or the results of a nested `jit` or a scan.
+        grads: a tree of scaled gradients. jamp refuses leaves that it unscaled, but
+            does not recognize values computed from them, such as a mean.
         state: the AmpState that scaled the loss, before it is updated.
         loss_id: which of the state's loss scales was used.
 
@@ -125,32 +94,15 @@ def unscale(grads: PyTree, state: HasLossScales, loss_id: int = 0) -> PyTree:
         ValueError: jamp has already unscaled the gradients.
     """
     rule, scale_state = find_loss_scale(state, loss_id, "jamp.unscale(grads, state)")
-    leaves = jax.tree.leaves(grads)
-    if are_unscaled(leaves, scale_state.scale if rule.moves else None):
+    layout, leaves = Layout.of(grads)
+    raw = layout.pick(leaves)
+    if origin_of(raw) is not None:
         raise ValueError(_UNSCALED)
-    warn_without_scale(leaves, state)
-    raw, scale = split_overwrite(grads)[0], current_scale(rule, scale_state)
+    scale = current_scale(rule, scale_state)
     divided = unscale_tree(raw, scale)
     finite = all_finite(divided) if rule.check else None
-    return with_trained(grads, nan_unless(finite, divided, raw, scale, loss_id))
-
-
-def run_loss(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a loss function, so that `scale_loss` raises inside it.
-
-    The loss function runs under the caller's `jax.transfer_guard`.
-    """
-
-    @functools.wraps(loss_fn)
-    def run(params, /, *args, **kwargs):
-        token = _params.set(jax.tree.leaves(params))
-        try:
-            with callers_guard():
-                return loss_fn(params, *args, **kwargs)
-        finally:
-            _params.reset(token)
-
-    return run
+    unscaled = nan_unless(finite, divided, raw, scale, loss_id)
+    return layout.structure.unflatten(layout.fill(leaves, unscaled))
 
 
 def find_loss_scale(
@@ -218,15 +170,19 @@ def grad_of_scaled(
     `fp16_utils` uses it. If `checks`, a loss that is not finite makes all gradients
     NaN.
     """
-    loss_fn = run_loss(loss_fn)
-    run = lambda trained: loss_fn(merge(trained, params), *args, **kwargs)  # noqa: E731
-    value, grads = grad_of_product(run, differentiable(params), scale, has_aux)
+    layout, leaves = Layout.of(params)
+
+    def run(floats):
+        return loss_fn(layout.with_floats(leaves, floats), *args, **kwargs)
+
+    floats = layout.without_fixed(leaves)
+    value, grads = grad_of_product(run, floats, scale, has_aux)
     if checks:
         finite = lax.is_finite(value[0])
         grads = jax.tree.map(
             lambda g: g * jnp.where(alike(finite, g), 1, np.nan).astype(g.dtype), grads
         )
-    return (value if has_aux else value[0]), grads
+    return (value if has_aux else value[0]), layout.structure.unflatten(grads)
 
 
 def grad_of_product(

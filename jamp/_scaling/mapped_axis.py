@@ -1,10 +1,8 @@
 """Averages of gradients over the devices of a mapped axis, in float32.
 
-Based on apex/parallel/distributed.py with its options `allreduce_always_fp32` and
-`gradient_predivide_factor`.
+Based on apex/parallel/distributed.py with its option `allreduce_always_fp32`.
 """
 
-import math
 from collections.abc import Hashable
 from typing import Any
 
@@ -16,18 +14,6 @@ from jamp._core.dtypes import is_half
 from jamp._core.tree import path_string, widen_tree
 from jamp._core.warnings import PrecisionWarning, warn
 from pallas_kernels._compat import varying_axes
-
-
-def check_predivide(predivide: float, axis_name: Hashable) -> None:
-    """Raises unless `predivide` is a positive number and there is an axis."""
-    number = isinstance(predivide, int | float) and not isinstance(predivide, bool)
-    if not number or not 0 < predivide < math.inf:
-        raise ValueError(f"predivide must be a positive number, got {predivide!r}.")
-    if axis_name is None:
-        raise ValueError(
-            f"predivide={predivide} has no effect without axis_name. Pass the axis, or "
-            "leave predivide out."
-        )
 
 
 def check_bound(axis_name: Hashable) -> None:
@@ -74,18 +60,9 @@ def warn_of_half_sums(params: PyTree) -> None:
             return
 
 
-def averaged(tree: PyTree, axis_name: Hashable, predivide: float | None) -> PyTree:
-    """Averages a tree of gradients and losses over an axis in float32.
-
-    Divides by `predivide` before the sum, so that it does not overflow, and by the rest
-    of the axis size afterwards.
-    """
-    tree = widen_tree(tree)
-    if predivide is None:
-        return jax.lax.pmean(tree, axis_name)
-    after = predivide / math.prod(map(jax.lax.axis_size, _names(axis_name)))
-    summed = jax.lax.psum(jax.tree.map(lambda x: x / predivide, tree), axis_name)
-    return jax.tree.map(lambda x: x * after, summed)
+def averaged(tree: PyTree, axis_name: Hashable) -> PyTree:
+    """Averages a tree of gradients and losses over an axis in float32."""
+    return jax.lax.pmean(widen_tree(tree), axis_name)
 
 
 def agreed(

@@ -6,6 +6,8 @@ overflow.
 
 import dataclasses
 import functools
+import inspect
+import itertools
 from collections.abc import Callable, Hashable
 from typing import Any, Concatenate, Literal, TypedDict, Unpack, overload
 
@@ -15,19 +17,14 @@ from jax import lax
 from jaxtyping import Array, Bool, PyTree
 
 from jamp._core import groups
-from jamp._core.devices import check_same_devices, check_transfers, moves_constants
 from jamp._core.groups import Key, Wrt
+from jamp._core.layout import Layout
 from jamp._core.show import format_shapes
-from jamp._core.tree import (
-    all_finite,
-    differentiable,
-    merge,
-    split_overwrite,
-    with_trained,
-)
+from jamp._core.transformation import Transformation
+from jamp._core.tree import all_finite
 from jamp._policy.forward import under_policy
 from jamp._scaling import mapped_axis
-from jamp._scaling.loss import find_loss_scale, grad_of_product, run_loss
+from jamp._scaling.loss import find_loss_scale, grad_of_product
 from jamp._scaling.rules import HasLossScales, current_scale, unscale_tree
 from jamp._scaling.unscaled import nan_unless
 
@@ -70,7 +67,6 @@ class GradOptions(TypedDict, total=False):
     loss_id: int
     wrt: Any
     axis_name: Any
-    predivide: float | None
 
 
 @overload
@@ -95,7 +91,6 @@ def scaled_value_and_grad(
     loss_id: int = 0,
     wrt: Wrt = None,
     axis_name: Hashable = None,
-    predivide: float | None = None,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` for an AmpState: scales the loss, runs the model in half.
 
@@ -114,9 +109,6 @@ def scaled_value_and_grad(
         axis_name: the name of a mapped axis (`shard_map`, `pmap`). The loss and the
             gradients are averaged over it in float32. Under `jit` with sharded arrays,
             leave it out.
-        predivide: apex's `gradient_predivide_factor`. It divides the gradients before
-            the sum over `axis_name`, so that the sum does not overflow. After the sum,
-            jamp divides by the axis size over `predivide`.
 
     Returns:
         `f(state, *args, **kwargs) -> (loss, grads)`, or `((loss, aux), grads)`. The
@@ -125,14 +117,10 @@ def scaled_value_and_grad(
         With `wrt=key` they are the tree of that group; with several keys, the container
         of all groups, with None or no entry for the others.
 
-    Raises:
-        ValueError: `predivide` is not a positive number, or has no `axis_name`.
-
     Raises (when called):
         TypeError: `state` is not an AmpState; the loss is not a float scalar.
         IndexError: `loss_id` is out of range.
-        ValueError: `wrt` names no group; `axis_name` is not bound; arguments are not on
-            the devices of the state; `loss_fn` calls `scale_loss` on its loss.
+        ValueError: `wrt` names no group; `axis_name` is not bound.
 
     >>> import jax.numpy as jnp, jamp, optax
     >>> params = {"w": jnp.ones(2)}
@@ -145,7 +133,7 @@ def scaled_value_and_grad(
     >>> print(loss, grads["w"])  # 8 * 2**16 overflows float16
     16.0 [nan nan]
     """
-    compute = ScaledGrad(loss_fn, has_aux, loss_id, wrt, axis_name, predivide).checked
+    compute = ScaledGrad(loss_fn, has_aux, loss_id, wrt, axis_name).checked
 
     @functools.wraps(loss_fn)
     def value_and_grad(state, /, *args, **kwargs):
@@ -164,13 +152,7 @@ class ScaledGrad:
     loss_id: int = 0
     wrt: Wrt = None
     axis_name: Hashable = None
-    predivide: float | None = None
 
-    def __post_init__(self) -> None:
-        if self.predivide is not None:
-            mapped_axis.check_predivide(self.predivide, self.axis_name)
-
-    @moves_constants
     def checked(
         self, state: HasLossScales, /, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Array, Any], PyTree, Bool[Array, ""] | None]:
@@ -179,69 +161,91 @@ class ScaledGrad:
         `finite` is whether the loss and all gradients are finite, or None if the rule
         does not check.
         """
-        check_same_devices(("state", state), ("args", args), *kwargs.items())
-        check_transfers((args, kwargs))
         if self.axis_name is not None:
             mapped_axis.check_bound(self.axis_name)
-        (loss, aux), grads = self.raw(state, *args, **kwargs)
+        (loss, aux), grads, layouts = self.raw(state, *args, **kwargs)
         if self.axis_name is not None:
-            both = grads, loss
-            grads, loss = mapped_axis.averaged(both, self.axis_name, self.predivide)
-        raw = {k: split_overwrite(tree)[0] for k, tree in grads.items()}
+            both = mapped_axis.averaged((list(grads.values()), loss), self.axis_name)
+            grads, loss = dict(zip(grads, both[0], strict=True)), both[1]
         rule = state.loss_scale_rules[self.loss_id]
         scale = current_scale(rule, state.loss_scales[self.loss_id])
-        divided, finite = unscale_tree(raw, scale), None
+        raw = {key: layouts[key].pick(leaves) for key, leaves in grads.items()}
+        divided = {key: unscale_tree(grads, scale) for key, grads in raw.items()}
+        finite = None
         if rule.check:
             # The gradients of a NaN loss can be finite, because `abs`, `max`, `where`
             # and `clip` select in the backward pass.
             flags = []
             for key, tx in groups.split(state.tx, tuple(raw)).items():
                 # A fused optimizer checks many small leaves in one kernel.
-                check = getattr(getattr(tx, "inner", tx), "all_finite", None)
-                flag = check(raw[key], scale) if check else all_finite(divided[key])
-                flags.append(flag)
+                is_ours = isinstance(tx, Transformation)
+                flag = tx.all_finite(raw[key], scale) if is_ours else None
+                flags.append(all_finite(divided[key]) if flag is None else flag)
             finite = functools.reduce(jnp.logical_and, flags)
             finite &= mapped_axis.alike(lax.is_finite(loss), finite)
             if self.axis_name is not None:
                 finite = mapped_axis.agreed(finite, scale, self.axis_name)
-        divided = nan_unless(finite, divided, raw, scale, self.loss_id)
-        grads = {k: with_trained(grads[k], divided[k]) for k in grads}
-        return (loss, aux), groups.pack_wrt(grads, self.wrt, state.params), finite
+        every, own = (
+            [x for xs in part.values() for x in xs] for part in (divided, raw)
+        )
+        unscaled = iter(nan_unless(finite, every, own, scale, self.loss_id))
+        trees = {}
+        for key, layout in layouts.items():
+            new = list(itertools.islice(unscaled, len(raw[key])))
+            trees[key] = layout.structure.unflatten(layout.fill(grads[key], new))
+        return (loss, aux), groups.pack_wrt(trees, self.wrt, state.params), finite
 
     def raw(
         self, state: HasLossScales, /, *args: Any, **kwargs: Any
-    ) -> tuple[tuple[Array, Any], dict[Key, PyTree]]:
-        """Returns `((loss, aux), grads)` with scaled gradients by group.
+    ) -> tuple[tuple[Array, Any], dict[Key, list[Array]], dict[Key, Layout]]:
+        """Returns `((loss, aux), grads, layouts)` with scaled gradients by group.
 
-        They have the dtypes of the params, or `reduce_dtype`, and are not averaged over
-        `axis_name`.
+        The gradients are all leaves of a group, with None for fixed ones. They have the
+        dtypes of the params, or `reduce_dtype`, and are not averaged over `axis_name`.
         """
         rule, scale_state = find_loss_scale(state, self.loss_id, _CALL)
         whole = groups.split(state.params, groups.group_keys(state.tx))
-        keys = groups.resolve_wrt(self.wrt, tuple(whole))
-        trained = {k: differentiable(whole[k]) for k in keys}
+        named = groups.resolve_wrt(self.wrt, tuple(whole))
+        found = {key: Layout.of(whole[key]) for key in whole if key in named}
+        layouts = {key: layout for key, (layout, _) in found.items()}
+        floats = [layout.without_fixed(x) for layout, x in found.values()]
         if self.axis_name is None:
-            mapped_axis.warn_of_half_sums(trained.get(None, trained))
+            trained = {key: whole[key] for key in found}
+            mapped_axis.warn_of_half_sums(groups.pack(trained, state.params))
         else:
-            trained = mapped_axis.varying(trained, self.axis_name)
-        policy = under_policy(run_loss(self.loss_fn), state.properties, state.params)
+            floats = mapped_axis.varying(floats, self.axis_name)
+        policy = under_policy(self.loss_fn, state.properties, state.params)
 
-        def run(trained):
-            merged = whole | {k: merge(trained[k], whole[k]) for k in keys}
-            params = groups.pack(merged, state.params)
+        def run(floats):
+            each = zip(found.items(), floats, strict=True)
+            new = {k: layout.with_floats(old, x) for (k, (layout, old)), x in each}
+            params = groups.pack(whole | new, state.params)
             try:
                 return written(params, *args, **kwargs)
             except jax.errors.ConcretizationTypeError as error:
                 error.add_note(_TRACED)
                 raise
-            except (TypeError, IndexError, AttributeError) as error:
-                error.add_note(_CALLED.format(format_shapes((params, *args))))
+            except TypeError as error:
+                if not _accepts(self.loss_fn, params, *args, **kwargs):
+                    error.add_note(_CALLED.format(format_shapes((params, *args))))
                 raise
 
         with policy as written:
             scale = current_scale(rule, scale_state)
             in_float32 = state.properties.reduce_dtype is not None
-            return grad_of_product(run, trained, scale, self.has_aux, in_float32)
+            value, grads = grad_of_product(run, floats, scale, self.has_aux, in_float32)
+            return value, dict(zip(found, grads, strict=True)), layouts
+
+
+def _accepts(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+    """Returns whether a function takes these arguments, or has no signature."""
+    try:
+        inspect.signature(fn).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    except ValueError:
+        pass
+    return True
 
 
 @overload

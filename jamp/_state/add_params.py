@@ -15,9 +15,9 @@ from jamp._core import groups
 from jamp._core.groups import SINGLE
 from jamp._core.tree import by_keystr, copy_shared, mapping_like, strong_array
 from jamp._policy.casting import cast_to_level
+from jamp._state.group import groups_of, master_params
 from jamp._state.incoming import check_containers, check_float32, kind_of
 from jamp._state.new_state import new_state
-from jamp._state.step import groups_of, master_params
 from jamp.optimizers._masters import bare
 
 _COLLECTIONS = ("params", OVERWRITE_WITH_GRADIENT)
@@ -56,11 +56,6 @@ def with_more_params[S](
     values = {}
     for name in extra:
         now, more = getattr(old, name), fields.get(name)
-        if more is None and groups.is_per_group(now, keys):
-            raise ValueError(
-                f"The field {name} has one entry per group: pass an entry for each new "
-                f"group, `add_params(..., {name}=...)`, in the same container."
-            )
         if more is not None:
             now = _add({} if now is None else now, more, name)
         values[name] = now

@@ -12,8 +12,6 @@ from flax import serialization
 from flax.training.train_state import TrainState
 from jaxtyping import PyTree
 
-from jamp._core import groups
-from jamp._core.devices import check_same_devices, moves_constants
 from jamp._core.dtypes import is_half
 from jamp._core.groups import Key
 from jamp._core.show import summary
@@ -24,6 +22,7 @@ from jamp._policy.levels import Properties
 from jamp._scaling.rules import LossScaleRule, LossScaleState, scales_in_use
 from jamp._state.add_params import with_more_params
 from jamp._state.grads import by_group, by_loss
+from jamp._state.group import groups_of, pack_groups
 from jamp._state.loading import (
     array_fields,
     from_state_dict,
@@ -33,7 +32,7 @@ from jamp._state.loading import (
 )
 from jamp._state.new_state import wrap_like
 from jamp._state.skip import Flag, every, keep_on_skip, next_counters, next_scales
-from jamp._state.step import groups_of, pack_groups, step
+from jamp._state.step import step
 
 _FIELD_REMEDY = (
     "a field keeps its structure and shapes; to change them, use "
@@ -117,12 +116,10 @@ class AmpState(TrainState, kw_only=True):
         return text + (f"\n  extra fields: {', '.join(extra)}" if extra else "")
 
     @property
-    @moves_constants
     def loss_scale(self) -> Any:
         """The current loss scale, shape (), float32; a tuple for several losses."""
         return scales_in_use(self.loss_scale_rules, self.loss_scales)
 
-    @moves_constants
     def apply_gradients(
         self,
         grads: PyTree,
@@ -157,33 +154,30 @@ class AmpState(TrainState, kw_only=True):
                 sequence, but `grads` is not.
             IndexError: a `loss_id` is out of range.
             ValueError: gradients or a field differ from the state in structure or
-                shape, or are on other devices; the gradients are of another loss.
+                shape; the gradients are of another loss.
         """
         if self.tx is None:
             raise TypeError(
                 "The state has no optimizer: pass one to jamp.initialize(params, tx)."
             )
-        check_same_devices(("state", self), ("grads", grads), *fields.items())
-        losses = by_loss(grads, loss_id, self)
-        given = by_group(losses)
-        clean = {key: flag for key, (_, _, flag) in given.items()}
         stepped = groups_of(self)
-        for key, (total, overwrite, flag) in given.items():
+        losses = by_loss(grads, loss_id, self, stepped)
+        given = by_group(losses)
+        finite = {key: grads.finite for key, grads in given.items()}
+        for key, grads in given.items():
             stepped[key] = step(
                 stepped[key],
-                total,
-                overwrite=overwrite,
-                clean=flag,
+                grads,
                 count=self.step if self.properties.stochastic_rounding else None,
                 key=key,
                 update_args=update_args or {},
             )
         return dataclasses.replace(
             self,
-            loss_scales=next_scales(self, [(x.loss_id, x.clean) for x in losses]),
-            **next_counters(self, clean),
+            loss_scales=next_scales(self, [(x.loss_id, x.finite) for x in losses]),
+            **next_counters(self, finite),
             **pack_groups(stepped, self.params),
-            **{name: _next_field(self, name, x, clean) for name, x in fields.items()},
+            **{name: _next_field(self, name, x, finite) for name, x in fields.items()},
         )
 
     def load_params(self, params: PyTree, *, reset_optimizer: bool = False) -> Self:
@@ -215,7 +209,6 @@ class AmpState(TrainState, kw_only=True):
         """
         return dataclasses.replace(self, **load(self, params, reset_optimizer))
 
-    @moves_constants
     def add_params(
         self,
         params: PyTree,
@@ -310,9 +303,9 @@ _set_up(AmpState)
 
 
 def _next_field(
-    state: AmpState, name: str, new: PyTree, clean: Mapping[Key, Flag]
+    state: AmpState, name: str, new: PyTree, finite: Mapping[Key, Flag]
 ) -> Any:
-    """Returns the new value of an extra field if all groups of the field are clean."""
+    """Returns the new value of an extra field if all groups of the call step."""
     extra = extra_fields(state)
     if name not in extra:
         raise TypeError(
@@ -322,7 +315,7 @@ def _next_field(
         )
     if name not in array_fields(state):
         raise TypeError(f"{name} is static: set it with `state.replace({name}=...)`.")
-    old, keys = getattr(state, name), groups.group_keys(state.tx)
+    old = getattr(state, name)
     if old is None and new is None:
         return None
     if old is None:
@@ -332,10 +325,7 @@ def _next_field(
     check_like(new, old, name, _FIELD_REMEDY)
     check_kinds(new, old, name)
     warn_of_half_field(name, new, state.params, old)
-    if groups.is_per_group(old, keys):
-        chosen = {k: keep_on_skip(flag, new[k], old[k]) for k, flag in clean.items()}
-        return groups.pack(groups.split(old, keys) | chosen, old)
-    return keep_on_skip(every(clean.values()), new, old)
+    return keep_on_skip(every(finite.values()), new, old)
 
 
 def warn_of_half_field(

@@ -1,4 +1,4 @@
-"""`check` raises, on the host, if a loss scale has collapsed or a state has stalled."""
+"""`check` raises, on the host, if a loss scale has collapsed."""
 
 from collections.abc import Callable
 from numbers import Integral
@@ -6,27 +6,18 @@ from numbers import Integral
 import jax
 import numpy as np
 
-from jamp._core.devices import moves_constants
 from jamp._core.tree import is_traced
 from jamp._scaling.incoming import check_scale_state
 from jamp._scaling.rules import check_state, lowest_scale
 from jamp._state.amp_state import AmpState
-from jamp._state.stalls import Seen, watch
 
 _ASK = (
     "`print(jamp.diagnostics.locate(loss_fn)(state, batch))` names the operation, its "
     "line and the fix."
 )
-_STALLED = (
-    "{} new states in a row have the same step ({}) and the same skipped_steps ({}): "
-    "nothing trains. If a guard of yours keeps the old state, such as `lax.cond(ok, "
-    "apply, keep)` or `jnp.where(ok, new, old)`, delete it, because apply_gradients "
-    "skips the step itself; or select the gradients: `jax.tree.map(lambda g: "
-    "jnp.where(ok, g, jnp.nan), grads)`. Do not check a state that you do not train."
-)
+_SKIPS = "Gradient overflow.  Skipping step, loss scaler {} {} {}"
 
 
-@moves_constants
 def check(
     state: AmpState,
     max_consecutive_skips: int = 50,
@@ -34,19 +25,16 @@ def check(
     locate: Callable[[], object] | None = None,
     verbosity: int = 1,
 ) -> None:
-    """Raises, on the host, if training has collapsed or stalled.
+    """Raises, on the host, if training has collapsed.
 
     A few skips are normal. A jitted step cannot raise, so call `check` outside of it,
     every few hundred steps. It waits for the step.
 
-    `check` remembers the counters of its last call with this run. If it gets a new
-    state with the same `step` and `skipped_steps`, the state has stalled. If
-    `skipped_steps` has increased, it prints apex's line, once per call and loss.
+    If the last step of a loss was skipped, `check` prints apex's line.
 
     Args:
         state: an AmpState with concrete arrays.
-        max_consecutive_skips: the number of skips in a row, or of stalled states in a
-            row, that raises.
+        max_consecutive_skips: the number of skips in a row that raises.
         locate: a function without arguments, which returns a text for the error. It is
             called only before an error. `lambda:
             jamp.diagnostics.locate(loss_fn)(state, batch)` names the operation that
@@ -58,8 +46,7 @@ def check(
         ValueError: `max_consecutive_skips` is less than 1; or a loss scale is 0,
             negative, inf or NaN, for example after Orbax restored it.
         FloatingPointError: a dynamic scale is at its floor after a skip;
-            `max_consecutive_skips` steps in a row were skipped, or states in a row had
-            stalled.
+            `max_consecutive_skips` steps in a row were skipped.
 
     >>> import jamp, jax.numpy as jnp, optax
     >>> state = jamp.initialize(jnp.ones(2), optax.sgd(1.0), "O2", verbosity=0)
@@ -82,15 +69,14 @@ def check(
         raise ValueError(
             f"max_consecutive_skips must be an integer of at least 1, got {most!r}."
         )
-    before, now = watch(state)
-    if verbosity > 0 and before is not None and now.skips > before.skips:
-        _print_skips(state, before, now)
     for loss_id, (rule, scale_state) in enumerate(
         zip(state.loss_scale_rules, state.loss_scales, strict=True)
     ):
         check_scale_state(f"loss_scales/{loss_id}", scale_state._asdict())
-        members = scale_state.consecutive_skips, scale_state.scale
-        for skips, scale in zip(*map(np.ravel, members), strict=True):
+        skipped, scales = map(
+            np.ravel, (scale_state.consecutive_skips, scale_state.scale)
+        )
+        for skips, scale in zip(skipped, scales, strict=True):
             at_floor = rule.moves and skips > 0 and scale <= lowest_scale(rule)
             if skips >= max_consecutive_skips or at_floor:
                 raise FloatingPointError(
@@ -98,26 +84,7 @@ def check(
                     f"{scale:g}: the gradients are not finite at any scale. "
                     + (_ASK if locate is None else str(locate()))
                 )
-    if now.stalls >= most and state.tx is not None:
-        counters = jax.device_get((state.step, state.skipped_steps))
-        raise FloatingPointError(_STALLED.format(now.stalls, *counters))
-
-
-def _print_skips(state: AmpState, before: Seen, now: Seen) -> None:
-    """Prints apex's line for each loss that overflowed since the last call."""
-    if jax.process_index() != 0:
-        return
-    for i, rule in enumerate(state.loss_scale_rules):
-        # `skipped_steps` does not say which of several losses overflowed.
-        overflowed = (
-            len(state.loss_scales) == 1
-            or now.scales[i] < before.scales[i]
-            or np.any(state.loss_scales[i].consecutive_skips)
-        )
-        if rule.check and overflowed:
-            does = "reducing" if now.scales[i] < before.scales[i] else "keeping"
-            preposition = " to" if does == "reducing" else ""
-            print(
-                f"Gradient overflow.  Skipping step, loss scaler {i} {does} loss "
-                f"scale{preposition} {now.scales[i]}"
-            )
+        if verbosity > 0 and rule.check and np.any(skipped) and not jax.process_index():
+            fell = rule.moves and np.any((skipped > 0) & (scale_state.hysteresis == 0))
+            does = "reducing loss scale to" if fell else "keeping loss scale"
+            print(_SKIPS.format(loss_id, does, np.min(scales[skipped > 0])))

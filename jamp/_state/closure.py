@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from jamp._core import groups
-from jamp._core.dtypes import cast, is_half
+from jamp._core.dtypes import cast, is_differentiable, is_half
 from jamp._core.groups import Wrt
-from jamp._core.tree import trained_params, with_trained
+from jamp._core.layout import Layout
 from jamp._scaling.loss import find_loss_scale
 from jamp._scaling.value_and_grad import scaled_value_and_grad
 
@@ -98,8 +98,8 @@ def with_gradient(
 
 def rounded(masters: PyTree, params: PyTree) -> PyTree:
     """Rounds the masters of trained params to the dtypes of `params`."""
-
-    def leaf(master, param):
-        return cast(master, param.dtype) if is_half(param) else master
-
-    return with_trained(params, jax.tree.map(leaf, masters, trained_params(params)))
+    layout, leaves = Layout.of(params)
+    wide = filter(is_differentiable, jax.tree.leaves(masters))
+    pairs = zip(wide, layout.pick(leaves), strict=True)
+    new = [cast(m, p.dtype) if is_half(p) else m for m, p in pairs]
+    return layout.structure.unflatten(layout.fill(leaves, new))

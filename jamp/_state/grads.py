@@ -6,18 +6,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from jamp._core import groups
-from jamp._core.dtypes import is_half
+from jamp._core.dtypes import is_half, widen
 from jamp._core.groups import Key
-from jamp._core.tree import check_like, differentiable, split_overwrite, widen_tree
+from jamp._core.tree import all_finite
 from jamp._core.warnings import PrecisionWarning, warn
 from jamp._scaling.loss import find_loss_scale
 from jamp._scaling.rules import HasLossScales
-from jamp._scaling.unscaled import warn_without_scale
+from jamp._scaling.unscaled import Origin, origin_of
+from jamp._state.group import Group
 from jamp._state.incoming import kind_of
-from jamp._state.skip import Flag, every, is_clean
+from jamp._state.skip import Flag, every
 
 _REMEDY = (
     "pass the `grads` of `loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, "
@@ -31,25 +32,43 @@ _TWO_WRITERS = (
 )
 
 
+class Gradients(NamedTuple):
+    """The gradients of one group.
+
+    Attributes:
+        grads: one float32 gradient per trained param.
+        overwritten: new values of Flax's `_overwrite_with_gradient`.
+        finite: whether the losses and all gradients are finite.
+        scaled: the gradients times the scale, in the dtypes of the params, and the
+            scale; None if they are unknown.
+    """
+
+    grads: list[Array]
+    overwritten: list[Any]
+    finite: Flag
+    scaled: tuple[list[Array], Any] | None = None
+
+
 class LossGrads(NamedTuple):
     """The gradients of one loss. The scale of this loss moves.
 
     Attributes:
         loss_id: the loss.
-        clean: whether the loss and all gradients are finite.
-        trees: a pair for each group of the loss: its gradients, and new values of
-            Flax's `_overwrite_with_gradient` or None.
+        finite: whether the loss and all gradients are finite.
+        groups: the gradients of each group of the loss.
     """
 
     loss_id: int
-    clean: Flag
-    trees: dict[Key, tuple[PyTree, Any]]
+    finite: Flag
+    groups: dict[Key, Gradients]
 
 
-def by_loss(grads: PyTree, loss_id: Any, state: HasLossScales) -> list[LossGrads]:
+def by_loss(
+    grads: PyTree, loss_id: Any, state: HasLossScales, by_key: Mapping[Key, Group]
+) -> list[LossGrads]:
     """Checks the gradients, and groups them by loss."""
     if not isinstance(loss_id, Sequence):
-        return [_loss_grads(grads, loss_id, state)]
+        return [_loss_grads(grads, loss_id, state, by_key)]
     if not isinstance(grads, Sequence):
         raise TypeError(
             f"loss_id={loss_id!r} is for a sequence of gradients, one tree per loss; "
@@ -61,56 +80,75 @@ def by_loss(grads: PyTree, loss_id: Any, state: HasLossScales) -> list[LossGrads
             f"{len(loss_id)} losses: pass one tree for each, as in "
             "`apply_gradients(grads=(g0, g1), loss_id=(0, 1))`."
         )
-    return [_loss_grads(*pair, state) for pair in zip(grads, loss_id, strict=True)]
+    pairs = zip(grads, loss_id, strict=True)
+    return [_loss_grads(*pair, state, by_key) for pair in pairs]
 
 
-def by_group(losses: list[LossGrads]) -> dict[Key, tuple[PyTree, Any, Flag]]:
-    """Returns `(gradients, overwrite, clean)` of each group that has gradients.
+def by_group(losses: list[LossGrads]) -> dict[Key, Gradients]:
+    """Returns the gradients of each group that has some.
 
-    The gradients are float32 sums over the losses. They are clean if all losses are.
+    They are float32 sums over the losses, and finite if all losses are.
 
     Raises:
         ValueError: two losses have values of `_overwrite_with_gradient` for one group.
     """
-    total: dict[Key, tuple[PyTree, Any, Flag]] = {}
+    total: dict[Key, Gradients] = {}
     writers: dict[Key, int] = {}
     for loss in losses:
-        for key, (tree, overwrite) in loss.trees.items():
-            if overwrite is not None and key in writers:
+        for key, new in loss.groups.items():
+            if new.overwritten and key in writers:
                 group = "" if key is groups.SINGLE else f" of group {key!r}"
                 raise ValueError(_TWO_WRITERS.format(group, writers[key], loss.loss_id))
-            if overwrite is not None:
+            if new.overwritten:
                 writers[key] = loss.loss_id
-            tree, clean = widen_tree(tree), loss.clean
             if key in total:
-                tree = jax.tree.map(jnp.add, total[key][0], tree)
-                clean = every([total[key][2], clean])
-            total[key] = tree, overwrite, clean
+                old = total[key]
+                new = Gradients(
+                    list(map(jnp.add, old.grads, new.grads)),
+                    new.overwritten or old.overwritten,
+                    every([old.finite, new.finite]),
+                )
+            total[key] = new
     return total
 
 
-def _loss_grads(grads: PyTree, loss_id: int, state: HasLossScales) -> LossGrads:
+def _loss_grads(
+    grads: PyTree, loss_id: int, state: HasLossScales, by_key: Mapping[Key, Group]
+) -> LossGrads:
     rule, _ = find_loss_scale(state, loss_id, "apply_gradients")
     loss_id = operator.index(loss_id)  # an array cannot be the key of a dict
-    trees = {}
-    keys = groups.group_keys(state.tx)
-    is_single = keys == (groups.SINGLE,)
-    entries = {groups.SINGLE: grads} if is_single else _entries_of(grads, keys, state)
-    params = groups.split(state.params, keys)
+    is_single = groups.SINGLE in by_key
+    entries = {groups.SINGLE: grads}
+    if not is_single:
+        entries = _entries_of(grads, tuple(by_key), state)
+    read = {}
     for key, entry in entries.items():
-        what = "gradients" if key is groups.SINGLE else f"gradients of group {key!r}"
-        entry = differentiable(entry)
-        expected = differentiable(params[key])
-        check_like(entry, expected, what, _REMEDY)
-        trees[key] = split_overwrite(entry)
-    whole = [tree for tree, _ in trees.values()]
-    leaves = jax.tree.leaves(whole)
-    clean = is_clean(leaves, loss_id) if rule.check else True
-    if any(map(is_half, leaves)):
-        _warn_half(whole, state)
-    else:
-        warn_without_scale(leaves, state)
-    return LossGrads(loss_id, clean, trees)
+        layout, leaves = by_key[key].layout, by_key[key].leaves
+        what = "gradients" if is_single else f"gradients of group {key!r}"
+        read[key] = layout.read_gradients(entry, leaves, what, _REMEDY)
+        if any(map(is_half, read[key])):
+            _warn_half(entry, what, state)
+    trained = {key: by_key[key].layout.pick(leaves) for key, leaves in read.items()}
+    flat = [x for leaves in trained.values() for x in leaves]
+    origin = origin_of(flat) or Origin(loss_id)
+    if origin.loss_id != loss_id and rule.check:
+        raise ValueError(
+            f"apply_gradients got loss_id={loss_id}, and gradients of "
+            f"loss_id={origin.loss_id}: pass `loss_id={origin.loss_id}`."
+        )
+    finite: Flag = True
+    if rule.check:
+        finite = all_finite(flat) if origin.finite is None else origin.finite
+    # After an overflow, some scaled gradients are finite, so the step needs its skip.
+    scaled = origin.scaled if rule.check or origin.finite is None else None
+    found = {}
+    for key, leaves in trained.items():
+        overwritten = by_key[key].layout.pick(read[key], "overwritten")
+        wide, own = list(map(widen, leaves)), None
+        if scaled:
+            own = [scaled[id(x)] for x in leaves], origin.scale
+        found[key] = Gradients(wide, overwritten, finite, own)
+    return LossGrads(loss_id, finite, found)
 
 
 def _entries_of(
@@ -128,22 +166,26 @@ def _entries_of(
             f"{kind_of(grads)}. Pass gradients of `wrt=key` as `grads={{key: grads}}`. "
             f"Otherwise, {_REMEDY}"
         )
-    pairs = grads.items() if isinstance(grads, Mapping) else enumerate(grads)
+    # In the order of `scaled_value_and_grad`, whose table knows the leaves.
+    held = [key for key in keys if not isinstance(grads, Mapping) or key in grads]
+    pairs = ((key, grads[key]) for key in held)
     entries: dict[Key, PyTree] = {k: tree for k, tree in pairs if tree is not None}
     if not entries:
         raise ValueError(f"gradients of all groups are None: {_REMEDY}")
     return entries
 
 
-def _warn_half(trees: list[PyTree], state: HasLossScales) -> None:
+def _warn_half(grads: PyTree, what: str, state: HasLossScales) -> None:
     """Warns of half gradients under a dynamic scale. They probably underflowed."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(trees):
-        if is_half(leaf) and any(rule.moves for rule in state.loss_scale_rules):
+    if not any(rule.moves for rule in state.loss_scale_rules):
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+        if is_half(leaf):
             warn(
-                f"gradients{jax.tree_util.keystr(path[1:])} are {leaf.dtype}, and the "
-                "loss scale is dynamic: the loss was not scaled, or they were not "
-                "unscaled in float32. Write `jamp.scaled_grad(loss_fn)(state, ...)`, "
-                "or `jamp.scale_loss` before `jax.grad` and `jamp.unscale` after it.",
+                f"{what}{jax.tree_util.keystr(path)} are {leaf.dtype}, and the loss "
+                "scale is dynamic: the loss was not scaled, or they were not unscaled "
+                "in float32. Write `jamp.scaled_grad(loss_fn)(state, ...)`, or "
+                "`jamp.scale_loss` before `jax.grad` and `jamp.unscale` after it.",
                 PrecisionWarning,
             )
             return

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import linen
 from flax.training.train_state import TrainState
 from jaxtyping import PyTree
@@ -19,14 +18,6 @@ from jamp._policy.options import InitOptions, elsewhere, hint
 from jamp.optimizers._masters import ALREADY_WRAPPED, MasterWeights
 
 ARRAY_LIKE = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
-_LOOKAHEAD = (
-    "params are optax.LookaheadParams, and optax.lookahead takes gradients of the fast "
-    "params only. Declare `class State(jamp.AmpState): slow: Any`, write "
-    "`jamp.initialize(params, tx, opt_level, state_class=State, slow=params)` without "
-    "lookahead, and after every few steps `slow = optax.incremental_update("
-    "jamp.master_params(state), state.slow, 0.5)` and `state = state.replace("
-    "params=slow, slow=slow)`."
-)
 
 
 def check_containers(params: PyTree, tx: Any) -> None:
@@ -47,8 +38,6 @@ def check_containers(params: PyTree, tx: Any) -> None:
             '`model.init(key, x)["params"]`.'
         )
     for variables in (params, *_entries(params)):
-        if isinstance(variables, optax.LookaheadParams):
-            raise TypeError(_LOOKAHEAD)
         names = set(variables) if isinstance(variables, Mapping) else set()
         if {"params", "batch_stats"} <= names:
             raise TypeError(
@@ -74,10 +63,10 @@ def check_containers(params: PyTree, tx: Any) -> None:
         raise ValueError(ALREADY_WRAPPED)
     if tx is None or groups.is_transformation(tx):
         return
-    if not isinstance(tx, list | tuple | Mapping):
+    if type(tx) not in groups.CONTAINERS:
         raise TypeError(
             "tx must be an optax transformation, or a list, tuple or dict of them, "
-            f"got {short_repr(tx)}."
+            f"got {type(tx).__name__}: {short_repr(tx)}."
         )
     if isinstance(tx, Mapping) and groups.SINGLE in tx:
         raise ValueError(

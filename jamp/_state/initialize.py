@@ -10,7 +10,7 @@ import jax
 from jaxtyping import PyTree
 from typing_extensions import TypeVar
 
-from jamp._core.devices import check_same_devices, moves_constants, warn_without_fp8
+from jamp._core.devices import warn_without_fp8
 from jamp._core.path_rules import check_rules
 from jamp._core.tree import copy_shared, strong_array
 from jamp._core.warnings import UnusedOptionWarning, warn
@@ -28,7 +28,6 @@ from jamp._state.incoming import (
     check_float32,
 )
 from jamp._state.new_state import new_state, replicate_uncommitted
-from jamp._state.stalls import forget
 
 S = TypeVar("S", bound=AmpState, default=AmpState)
 
@@ -37,7 +36,6 @@ class StateOptions(InitOptions, total=False, extra_items=Field):
     """The options, and the fields that `state_class` declares."""
 
 
-@moves_constants
 def initialize(
     params: PyTree,
     tx: Any = None,
@@ -111,8 +109,8 @@ def initialize(
 
     Raises:
         OptLevelError: the level is unknown, or overrides contradict it.
-        ValueError: params are not float32, or are on different meshes; `params` and
-            `tx` are in different containers; a `keep_fp32` regex matches nothing.
+        ValueError: params are not float32; `params` and `tx` are in different
+            containers; a `keep_fp32` regex matches nothing.
         TypeError: params, tx or apply_fn have the wrong type; a keyword is neither an
             option nor a field of `state_class`.
 
@@ -164,7 +162,6 @@ def initialize_beside(
     fields = {name: _field(name, x, state_class) for name, x in fields.items()}
     for name, value in fields.items():
         warn_of_half_field(name, value, params)
-    check_same_devices(("params", params), *fields.items())
     params = jax.tree.map(strong_array, params)
     if enabled and not allow_incoming_model_not_fp32:
         check_float32(params)
@@ -196,7 +193,6 @@ def initialize_beside(
         **fields,
     )
     _print(state, verbosity)
-    forget()
     return replicate_uncommitted(copy_shared(state, (params, fields)), params)
 
 

@@ -3,6 +3,7 @@
 Flax would put any value into a target, such as float16 params into a bfloat16 state.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,21 +12,19 @@ from flax.training.train_state import TrainState
 from jaxtyping import PyTree
 
 from jamp._core import groups
-from jamp._core.devices import moves_constants, place_like
+from jamp._core.devices import place_like
 from jamp._core.dtypes import FLOAT32, cast, is_float, widen
 from jamp._core.names import check_same, from_names, to_names
 from jamp._core.tree import (
     check_like,
     copy_shared,
     strong_array,
-    trained_params,
-    widen_tree,
 )
 from jamp._scaling.incoming import check_counters, check_scale_state
 from jamp._scaling.rules import check_single
+from jamp._state.group import Group, groups_of, pack_groups
 from jamp._state.incoming import ARRAY_LIKE
 from jamp._state.new_state import first_weights, init_optimizer, replicate_uncommitted
-from jamp._state.step import Group, groups_of, pack_groups
 from jamp.optimizers._masters import MasterWeightsState
 from pallas_kernels import Weight, split_float32
 
@@ -36,7 +35,6 @@ _REMEDY = (
 )
 
 
-@moves_constants
 def load(state: TrainState, params: PyTree, reset_optimizer: bool) -> dict[str, Any]:
     """Returns the fields that `AmpState.load_params` replaces, by name."""
     if reset_optimizer:
@@ -70,18 +68,20 @@ def _load_group(old: Group, params: PyTree, reset_optimizer: bool) -> Group:
     if isinstance(old.opt_state, MasterWeightsState) or not reset_optimizer:
         weights = old.weights()
     else:  # a fresh state has no masters yet
-        weights = first_weights(old, widen_tree(old.params))
-    weights, group = load_weights(weights, params), old._replace(params=params)
+        wide = old._replace(leaves=list(map(widen, old.leaves)))
+        weights = first_weights(old, wide)
+    group = Group.of(old.tx, old.opt_state, params)
+    weights = load_weights(weights, group.trained)
     if reset_optimizer and group.tx is not None:
         return init_optimizer(group, weights)
     return group.with_weights(weights, old.inner_state)
 
 
-def load_weights(weights: PyTree, params: PyTree) -> PyTree:
-    """Returns a tree of `Weight` with other values, in float32 or half."""
-    is_weight = lambda x: isinstance(x, Weight)  # noqa: E731
-    trained = trained_params(params)
-    return jax.tree.map(_load_weight, weights, trained, is_leaf=is_weight)
+def load_weights(
+    weights: Sequence[Weight], trained: Sequence[jax.Array]
+) -> list[Weight]:
+    """Returns weights with other values, in float32 or half."""
+    return list(map(_load_weight, weights, trained))
 
 
 def _load_weight(old: Weight, new: jax.Array) -> Weight:

@@ -3,7 +3,7 @@
 Moments get the sharding of their params; scalars are replicated.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,10 +15,10 @@ from jaxtyping import PyTree
 from jamp._core import groups
 from jamp._core.devices import put, with_full_spec
 from jamp._core.dtypes import is_castable
-from jamp._core.tree import is_traced, path_parts, trained_params
+from jamp._core.tree import is_traced
 from jamp._policy.levels import Properties
 from jamp._scaling.rules import LossScaleRule
-from jamp._state.step import Group, groups_of, pack_groups
+from jamp._state.group import Group, groups_of, pack_groups
 from jamp.optimizers import StochasticRoundingState, _masters as masters
 from jamp.optimizers._fused import FusedTransformation
 from pallas_kernels import Weight
@@ -110,19 +110,20 @@ def init_group(
     Raises:
         ValueError: the transformation contains `master_weights` already.
     """
-    group = Group(tx, None, params)
+    group = Group.of(tx, None, params)
     if tx is None:
         return group
-    return init_optimizer(group, first_weights(group, originals))
+    return init_optimizer(group, first_weights(group, Group.of(tx, None, originals)))
 
 
-def init_optimizer(group: Group, weights: PyTree) -> Group:
-    """Returns the group with a fresh optimizer state for a tree of `Weight`."""
-    opt_state = masters.bare(group.tx).init(masters.values(weights))
+def init_optimizer(group: Group, weights: Sequence[Weight]) -> Group:
+    """Returns the group with a fresh optimizer state for its weights."""
+    wide = group.layout.trained.unflatten([w.value for w in weights])
+    opt_state = masters.bare(group.tx).init(wide)
     is_wrapped = lambda x: type(x) in _WRAPPED  # noqa: E731
     for x in filter(is_wrapped, jax.tree.leaves(opt_state, is_leaf=is_wrapped)):
         raise ValueError(_WRAPPED[type(x)])
-    return group.with_weights(weights, _moments_like_params(opt_state, group.params))
+    return group.with_weights(weights, _moments_like_params(opt_state, group))
 
 
 _WRAPPED = {
@@ -133,13 +134,13 @@ _WRAPPED = {
 }
 
 
-def first_weights(group: Group, originals: PyTree) -> PyTree:
-    """Returns a tree of `Weight` for params that were cast from `originals`."""
-    tx, trained = group.tx, trained_params(group.params)
+def first_weights(group: Group, originals: Group) -> list[Weight]:
+    """Returns the weights of params that were cast from `originals`."""
+    tx, trained = group.tx, group.trained
     if not isinstance(tx, masters.MasterWeights):
-        return jax.tree.map(Weight, trained)
-    originals = trained_params(originals)
-    return masters.with_masters(trained, originals, store_remainder=tx.store_remainder)
+        return list(map(Weight, trained))
+    both, remainder = (trained, originals.trained), tx.store_remainder
+    return masters.with_masters(group.layout.trained, *both, store_remainder=remainder)
 
 
 def _with_shardings(
@@ -148,28 +149,42 @@ def _with_shardings(
     """Tells a fused optimizer the shardings of its params, which `jit` hides."""
     if not isinstance(tx, FusedTransformation):
         return tx
-    named = tuple(map(_named, jax.tree.leaves(trained_params(params))))
+    named = tuple(map(_named, Group.of(tx, None, params).trained))
     spread = named and all(s is not None and s.mesh.size > 1 for s in named)
     return tx.replace(shardings=named if spread else None)
 
 
-def _moments_like_params[T](opt_state: T, params: PyTree) -> T:
+def _moments_like_params[T](opt_state: T, group: Group) -> T:
     """Under jit, shards the leaves of an optimizer state like their params.
 
-    XLA would replicate them. Outside `jit`, they follow their params.
+    XLA would replicate them. Outside `jit`, they follow their params. A subtree belongs
+    to the params if it has their structure, with `optax.MaskedNode` for any subtree.
     """
-    if not any(map(is_traced, jax.tree.leaves(params))):
+    if not any(map(is_traced, group.leaves)):
         return opt_state
-    leaves = jax.tree_util.tree_leaves_with_path(trained_params(params))
-    by_path = {path_parts(path): param for path, param in leaves}
+    params = group.layout.trained.unflatten(group.trained)
+    is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
 
-    def leaf(path, x):
-        parts = path_parts(path)
-        ends = (parts[i:] for i in range(len(parts) + 1))
-        param = next((by_path[end] for end in ends if end in by_path), None)
-        return x if param is None else _shard_like(x, param)
+    def parts_of_params(x: Any) -> list[Any] | None:
+        """Returns the part of the params for each leaf of `x`, or None."""
+        structure = jax.tree.structure(x, is_leaf=is_masked)
+        try:
+            return structure.flatten_up_to(params)
+        except ValueError:
+            return None
 
-    return jax.tree_util.tree_map_with_path(leaf, opt_state)
+    def sharded(x: Any) -> Any:
+        parts = parts_of_params(x)
+        if parts is None:
+            return x
+        leaves, structure = jax.tree.flatten(x, is_leaf=is_masked)
+        pairs = zip(leaves, parts, strict=True)
+        return structure.unflatten(
+            [x if is_masked(x) else _shard_like(x, part) for x, part in pairs]
+        )
+
+    is_like = lambda x: is_masked(x) or parts_of_params(x) is not None  # noqa: E731
+    return jax.tree.map(sharded, opt_state, is_leaf=is_like)
 
 
 def replicate_uncommitted[T](state: T, params: PyTree) -> T:

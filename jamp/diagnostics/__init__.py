@@ -5,11 +5,10 @@ records its decisions as notes in the program that it writes. These modules coun
 explain and print them.
 
 - `explain`: `_explain` converts a program to `_operation`s; `_explanation` prints them.
-- `locate`, `recommend_scale`: `_step` traces a step, and `_replay` runs it one
-  operation at a time. `_location` and `_advice` report.
+- `locate`: `_step` traces a step, and `_replay` runs it one operation at a time.
+  `_location` and `_advice` report.
 - `compare`: `_pairing` pairs the operations of two replays, `_measure` compares their
   results, `_errors` makes rows, and `_comparison` prints the report.
-- `SkipLog`: the last skips of a run.
 """
 
 from jamp.diagnostics._compare import compare as compare
@@ -18,5 +17,3 @@ from jamp.diagnostics._explanation import Explanation as Explanation
 from jamp.diagnostics._locate import locate as locate
 from jamp.diagnostics._location import Location as Location
 from jamp.diagnostics._operation import Operation as Operation
-from jamp.diagnostics._recommend import recommend_scale as recommend_scale
-from jamp.diagnostics._skip_log import SkipLog as SkipLog

@@ -36,9 +36,9 @@ _POLES = ("div", "log", "rsqrt")
 # The keys say whether the scale is dynamic.
 SCALE_TOO_HIGH = {
     True: "Only the loss scale is too high. It falls by itself: there is nothing to "
-    "fix. `recommend_scale` finds a scale without skips at the start.",
+    "fix.",
     False: "Only the loss scale is too high, and it is static: write "
-    'loss_scale="dynamic", or use the scale that `recommend_scale` finds.',
+    'loss_scale="dynamic", or a smaller scale.',
 }
 
 

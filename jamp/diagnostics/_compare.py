@@ -19,7 +19,7 @@ from jamp._policy.forward import forwards_at
 from jamp._policy.levels import OptLevel, Properties
 from jamp._policy.options import LevelOptions
 from jamp._state.amp_state import AmpState
-from jamp._state.step import master_params
+from jamp._state.group import master_params
 from jamp.diagnostics._comparison import Comparison
 from jamp.diagnostics._errors import Rows
 from jamp.diagnostics._measure import measure

@@ -35,7 +35,6 @@ from jamp._autocast.reasons import CAST, Note, note_in, notes_in, noting, withou
 from jamp._autocast.tracing import disabled
 from jamp._autocast.transform import Promote, scope_of, written_program
 from jamp._state.amp_state import AmpState
-from jamp.diagnostics._attention import REASON, Scores
 from jamp.diagnostics._explanation import Explanation
 from jamp.diagnostics._operation import Operation, flops_of, is_fp8
 from jamp.diagnostics._source import is_backward, module_path, user_line
@@ -125,7 +124,7 @@ def explain(
         with noting(True):
             program = written_program(fn, args, kwargs, scope)
         default = "region" if disabled.value else ""
-        found = _operations(program, _Enclosing(scope.policy.lists, Scores(), default))
+        found = _operations(program, _Enclosing(scope.policy.lists, default))
         return Explanation(str(scope.policy.dtype), tuple(found), promote=promote)
 
     return explained
@@ -142,7 +141,7 @@ def _explain_step(
     properties = state.properties
     lists = properties.lists or AutocastLists()
     default = "level" if properties.opt_level == "O0" else "gradient"
-    found = _operations(program, _Enclosing(lists, Scores(), default))
+    found = _operations(program, _Enclosing(lists, default))
     return Explanation(
         dtype=str(matmul_dtype(properties) or "float32"),
         level=properties.opt_level,
@@ -155,7 +154,6 @@ class _Enclosing(NamedTuple):
     """The context of a program inside the explained program."""
 
     lists: AutocastLists  # the user's
-    scores: Scores  # of the whole program
     # The `why` of an operation without a note. It is "" for a function, because there
     # autocast added every operation without a note.
     default: str = ""
@@ -199,8 +197,6 @@ def _operation(
     why = note.why
     if eqn.primitive.name == "while" and waits_for_half(eqn):
         why, reason = "half condition", _REASONS["half condition"]
-    elif not is_late and (scores := around.scores.bytes_read(eqn)):
-        why, reason = "written out", REASON.format(size=scores / 1e6)
     return Operation(
         path=around.path,
         source=around.source,

@@ -48,7 +48,7 @@ class Explanation:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Warnings: float32 matmuls, written-out attention, unknown operations."""
+        """Warnings: float32 matmuls, unknown operations."""
         found = Counter(warning_of(op, self.level) for op in self.operations)
         return tuple(w if n == 1 else f"{w} ({n} ×)" for w, n in found.items() if w)
 

@@ -79,7 +79,7 @@ def total_flops(operations: Iterable[Operation]) -> tuple[int, int]:
 def warning_of(op: Operation, level: str) -> str:
     """Warns of an operation that is slow, or that autocast does not know; or ""."""
     where = f"{op.source}: {op.primitive}" if op.source else op.primitive
-    if op.why in ("unknown primitive", "half condition", "written out"):
+    if op.why in ("unknown primitive", "half condition"):
         return f"{where}: {op.why}. {op.reason}"
     if op.why == "level" and op.rule is None and "float" in str(op.dtype):
         return f"{where}: jamp cannot look inside. It runs as called."

@@ -91,8 +91,9 @@ def trace_step(
         pairs = zip(named, is_array, strict=True)
         leaves = [next(rest) if traced else x for (_, x), traced in pairs]
         state, given = jax.tree.unflatten(structure, leaves)
-        (loss, _), grads = step(state, *given["args"], **given["kwargs"])
-        return loss, groups.pack_wrt(grads, wrt, state.params)
+        (loss, _), grads, layouts = step(state, *given["args"], **given["kwargs"])
+        trees = {key: layouts[key].structure.unflatten(x) for key, x in grads.items()}
+        return loss, groups.pack_wrt(trees, wrt, state.params)
 
     pairs = zip(named, is_array, strict=True)
     inputs = [(x, path_string(path[1:])) for (path, x), traced in pairs if traced]

@@ -22,8 +22,10 @@ from jamp._scaling import rules
 from jamp._scaling.incoming import check_scale_state
 from jamp._scaling.loss import checked_loss, grad_of_scaled
 from jamp._state.closure import rounded, with_gradient
+from jamp._state.grads import Gradients
+from jamp._state.group import Group
 from jamp._state.new_state import init_group
-from jamp._state.step import Group, step, wide_group
+from jamp._state.step import step
 from jamp.fp16_utils._fp16util import clip_grad_norm
 from jamp.optimizers._masters import MasterWeights, MasterWeightsState, master_weights
 
@@ -236,14 +238,15 @@ class FP16_Optimizer:  # noqa: N801, apex's name
             update_args["value_fn"] = with_gradient(value_and_grad)
         elif self._unscales_in_step:
             state = self.update_master_grads(state)
-        grads, clean = _needed(state.master_grads), True
+        grads, finite = jax.tree.leaves(_needed(state.master_grads)), True
         if self.rule.check:
             self._say(state, "Gradient overflow. ")
-            clean = ~state.overflow
-            skips = rules.count_skips(state.loss_scaler, clean)
+            finite = ~state.overflow
+            skips = rules.count_skips(state.loss_scaler, finite)
             scaler = state.loss_scaler._replace(consecutive_skips=skips)
             state = state.replace(loss_scaler=scaler)
-        group = step(self._group(state), grads, clean=clean, update_args=update_args)
+        given = Gradients(grads, [], finite)
+        group = step(self._group(state), given, update_args=update_args)
         state = state.replace(params=group.params, opt_state=group.opt_state)
         return state if closure is None else (loss, state)
 
@@ -289,8 +292,8 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         """Returns the state with gradients of zero or None, and no overflow."""
         drops = set_grads_to_None or self._unscales_in_step
         grads = None if drops else _zeros(state.params)
-        clean = jnp.zeros_like(state.overflow)
-        return state.replace(model_grads=None, master_grads=grads, overflow=clean)
+        none = jnp.zeros_like(state.overflow)
+        return state.replace(model_grads=None, master_grads=grads, overflow=none)
 
     def inspect_master_grad_data(self, state: FP16State) -> PyTree | None:
         """Returns the masters' gradients. After an overflow, warns and returns None."""
@@ -310,7 +313,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
 
     def master_params(self, state: FP16State) -> PyTree:
         """Returns the params in float32, from the masters if there are any."""
-        return wide_group(self._group(state))
+        return self._group(state).wide()
 
     def state_dict(self, state: FP16State) -> dict[str, Any]:
         """Returns apex's state dict, which has no gradients. Save it after `step`."""
@@ -352,7 +355,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         return trees.copy_shared(state.replace(**parts), (state, state_dict))
 
     def _group(self, state: FP16State) -> Group:
-        return Group(self.optimizer, state.opt_state, state.params)
+        return Group.of(self.optimizer, state.opt_state, state.params)
 
 
 # apex's names of the arguments of a dynamic scale, and jamp's.

@@ -4,7 +4,7 @@ May import all packages. It takes the arrays out of models, calls the functions 
 other packages with them, and writes the results back.
 """
 
-from jamp.nnx._autocast import autocast as autocast
+from jamp.nnx._autocast import autocast as autocast, cast_forward as cast_forward
 from jamp.nnx._initialize import initialize as initialize
 from jamp.nnx._optimizer import Optimizer as Optimizer
 from jamp.nnx._pure import pure as pure

@@ -1,6 +1,7 @@
-"""Autocasts functions of NNX models, and runs the call of a model under its level."""
+"""Autocasts functions of NNX models, and runs them under the level of a model."""
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +16,9 @@ from jamp._autocast.transform import Promote, autocast_in as pure_in, scope_of
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES
 from jamp._policy.forward import model_inputs, model_outputs, under_policy
 from jamp._policy.levels import Properties
+from jamp.nnx._optimizer import Optimizer
 from jamp.nnx._pure import PureCall
-from jamp.nnx._variables import map_arrays
+from jamp.nnx._variables import Models, arrays_of, map_arrays
 
 
 def autocast[**P, R](
@@ -53,72 +55,69 @@ def autocast_in[**P, R](scope: Scope, fn: Callable[P, R]) -> Callable[P, R]:
     return autocast_fn
 
 
-_PROPERTIES = "_jamp_properties"
+def cast_forward(
+    fn: Callable[..., Any], optimizer: Optimizer | Properties
+) -> "Forward":
+    """Runs a function of an NNX model under the model's level, for inference.
 
+    It is the counterpart of `state.apply_fn`. The function sees half params and inputs
+    in float32, and its matmuls run in half. Outputs are float32 by default. A loss
+    needs no `cast_forward`, because `scaled_value_and_grad` runs all of it under the
+    level.
 
-def check_fresh(model: nnx.Module) -> None:
-    """Raises if `initialize` has patched the model already."""
-    if hasattr(model, _PROPERTIES):
-        raise ValueError(
-            "jamp.nnx.initialize has changed the model already, at "
-            f"{getattr(model, _PROPERTIES).opt_level}. Pass a fresh one, or "
-            "initialize all optimizers in one call."
+    Args:
+        fn: `(model, *args, **kwargs) -> outputs`, which may call any method. The model
+            keeps the values that `fn` writes to its Variables.
+        optimizer: the `jamp.nnx.Optimizer` of the model, or `jamp.Properties` for a
+            model without one.
+
+    Returns:
+        A function with the signature of `fn`, which hashes by value.
+
+    Raises:
+        TypeError: `optimizer` is neither of both.
+
+    >>> import jax.numpy as jnp, jamp.nnx, optax
+    >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    >>> model, optimizer = jamp.nnx.initialize(model, optax.sgd(0.1), "O2", verbosity=0)
+    >>> forward = cast_forward(lambda model, x: nnx.relu(model(x)), optimizer)
+    >>> print(forward(model, jnp.ones((1, 2))).dtype)
+    float32
+    """
+    if isinstance(optimizer, Optimizer):
+        optimizer = optimizer.properties
+    if not isinstance(optimizer, Properties):
+        raise TypeError(
+            "jamp.nnx.cast_forward(fn, optimizer) takes a jamp.nnx.Optimizer or "
+            f"jamp.Properties, got {type(optimizer).__name__}."
         )
+    return Forward(fn, optimizer)
 
 
-def patch(model: nnx.Module, properties: Properties) -> None:
-    """Makes the call of a model run under its level."""
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """A function of NNX models under a level. It hashes by value."""
+
+    fn: Callable[..., Any]
+    properties: Properties
+
+    def __call__(self, models: Models, /, *args: Any, **kwargs: Any) -> Any:
+        params = arrays_of(models, nnx.Param)
+        with under_policy(self._run, self.properties, params, autocast_in) as written:
+            return written(models, *args, **kwargs)
+
+    def _run(self, models, /, *args, **kwargs):
+        inputs = functools.partial(model_inputs, properties=self.properties)
+        args, kwargs = map_arrays(inputs, (args, kwargs))
+        out = self.fn(models, *args, **kwargs)
+        return map_arrays(lambda x: model_outputs(x, self.properties), out)
+
+
+def widen_modules(model: nnx.Module, properties: Properties) -> None:
+    """Sets a half `dtype` of modules to float32: the level decides what is half."""
     if properties.cast_model_type:
         module: Any
         for _, module in nnx.iter_modules(model):
             with contextlib.suppress(TypeError):  # a field `dtype` may hold any object
                 if jnp.dtype(vars(module).get("dtype")) in HALF_DTYPES:
-                    module.dtype = FLOAT32  # the level decides what runs in half
-    if properties.enabled:
-        patched = _patched_class(type(model), properties)
-        object.__setattr__(model, "__class__", patched)
-
-
-@functools.cache
-def _patched_class(cls: type, properties: Properties) -> type:
-    """Returns a subclass whose call runs under a policy, one for equal arguments.
-
-    The class holds the policy, because some modules treat each attribute of an instance
-    as a Variable.
-    """
-
-    def reduce(self, protocol):
-        del protocol
-        return _blank, (cls, properties), self.__getstate__()
-
-    def new(patched, *args, **kwargs):
-        del patched, args, kwargs
-        return object.__new__(cls)  # type(model)(...) makes an unpatched model
-
-    names = ("__module__", "__qualname__", "__doc__")
-    body = {name: getattr(cls, name) for name in names}
-    body |= {"__new__": new, "__reduce_ex__": reduce, _PROPERTIES: properties}
-    if any("__call__" in vars(base) for base in cls.__mro__):
-        body["__call__"] = _under_level(cls.__call__, properties)
-    return type(cls)(cls.__name__, (cls,), body)
-
-
-def _blank(cls: type, properties: Properties) -> Any:
-    """Makes an empty patched model, which pickle fills."""
-    return object.__new__(_patched_class(cls, properties))
-
-
-def _under_level(forward: Any, properties: Properties) -> Callable[..., Any]:
-    """Wraps the `__call__` of a model so that it runs under the model's level."""
-
-    def run(model, *args, **kwargs):
-        args, kwargs = map_arrays(lambda x: model_inputs(x, properties), (args, kwargs))
-        out = forward(model, *args, **kwargs)
-        return map_arrays(lambda x: model_outputs(x, properties), out)
-
-    def call(model, *args, **kwargs):
-        params = nnx.as_pure(nnx.state(model))
-        with under_policy(run, properties, params, autocast_in) as written:
-            return written(model, *args, **kwargs)
-
-    return call
+                    module.dtype = FLOAT32

@@ -1,4 +1,4 @@
-"""`initialize` for NNX: casts and patches models, and makes their `Optimizer`."""
+"""`initialize` for NNX: casts models, and makes their `Optimizer`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack, overload
@@ -7,12 +7,11 @@ import optax
 from flax import nnx
 from flax.nnx import filterlib
 
-from jamp._core.devices import moves_constants
 from jamp._policy.casting import cast_to_level
 from jamp._policy.levels import OptLevel
 from jamp._policy.options import InitOptions, check_options
 from jamp._state.initialize import initialize_beside
-from jamp.nnx._autocast import check_fresh, patch
+from jamp.nnx._autocast import widen_modules
 from jamp.nnx._optimizer import Optimizer
 from jamp.nnx._variables import Models, arrays_of, by_path, check_apart, entries
 
@@ -41,7 +40,6 @@ def initialize[M: Models](
     wrt: filterlib.Filter = nnx.Param,
     **options: Unpack[InitOptions],
 ) -> tuple[M, Optimizer]: ...
-@moves_constants
 def initialize(
     models: Models,
     tx: Tx | None = None,
@@ -52,8 +50,9 @@ def initialize(
 ) -> Any:
     """Prepares an NNX model and an optimizer for training at an opt level.
 
-    Changes the models in place, as apex does: it casts their Variables, and makes their
-    calls run under the level. It recognizes a BatchNorm by its statistics.
+    Casts the Variables of the models in place, as apex does, and leaves their classes
+    alone. It recognizes a BatchNorm by its statistics. Losses run under the level; for
+    inference, see `cast_forward`. An error leaves the models unchanged.
 
     Args:
         models: an nnx.Module in float32, or a list, tuple or dict of them.
@@ -68,7 +67,8 @@ def initialize(
         `(models, optimizer)` with the same models; without `tx`, only the models.
 
     Raises:
-        ValueError: a model was initialized before; two models share a Variable.
+        ValueError: params are not float32, for example because the model was
+            initialized before; two models share a Variable.
         TypeError: `models` are not modules; an option is unknown.
 
     >>> import jax.numpy as jnp, jamp.nnx, optax
@@ -81,12 +81,9 @@ def initialize(
     ...     optimizer.update(model, grads)
     ...     return loss
     >>> loss = train_step(model, optimizer, jnp.ones((1, 2)))
-    >>> print(model.kernel.dtype, model(jnp.ones((1, 2))).dtype, optimizer.loss_scale)
+    >>> print(model.kernel.dtype, loss.dtype, optimizer.loss_scale)
     float16 float32 65536.0
     """
-    modules = entries(models)
-    for module in modules.values():
-        check_fresh(module)
     check_apart(models)
     for each in tx if isinstance(tx, list | tuple) else (tx,):
         if isinstance(each, nnx.Optimizer):
@@ -101,10 +98,10 @@ def initialize(
     state = initialize_beside(
         frozen, params, tx, opt_level, batch_stats=stats, **options
     )
+    frozen = cast_to_level(frozen, state.properties, stats)
+    optimizer = None if tx is None else Optimizer(state, wrt)
     nnx.update(models, by_path(state.params))
-    nnx.update(models, by_path(cast_to_level(frozen, state.properties, stats)))
-    for module in modules.values():
-        patch(module, state.properties)
-    if tx is None:
-        return models
-    return models, Optimizer(state, wrt)
+    nnx.update(models, by_path(frozen))
+    for module in entries(models).values():
+        widen_modules(module, state.properties)
+    return models if optimizer is None else (models, optimizer)

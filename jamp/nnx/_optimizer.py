@@ -10,7 +10,6 @@ from flax.nnx import filterlib
 from flax.nnx.training.optimizer import OptState, to_opt_state
 from jaxtyping import PyTree
 
-from jamp._core.devices import moves_constants
 from jamp._core.dtypes import cast, is_castable
 from jamp._core.names import check_same
 from jamp._core.show import summary
@@ -20,7 +19,7 @@ from jamp._policy.levels import Properties
 from jamp._scaling.rules import scales_in_use
 from jamp._state.amp_state import AmpState
 from jamp._state.closure import rounded
-from jamp._state.step import master_params
+from jamp._state.group import master_params
 from jamp.nnx._variables import Models, arrays_of, by_path, is_node
 
 # The fields of an AmpState that hold arrays, except the params.
@@ -91,7 +90,6 @@ class Optimizer(nnx.Optimizer):
             there, values = getattr(self, name), getattr(state, name)
             jax.tree.map(lambda v, x: v.set_value(x), there, values, is_leaf=is_node)
 
-    @moves_constants
     def load_params(
         self, models: Models, params: PyTree = None, *, reset_optimizer: bool = False
     ) -> None:
@@ -158,7 +156,6 @@ class Optimizer(nnx.Optimizer):
         self.load(models, new)
 
     @property
-    @moves_constants
     def loss_scale(self) -> Any:
         """The current loss scale, shape (), float32; for several losses, a tuple."""
         states = nnx.as_pure(self.loss_scales)  # pyright: ignore[reportAttributeAccessIssue]

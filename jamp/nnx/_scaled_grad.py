@@ -6,7 +6,6 @@ from typing import Any, Literal, Unpack, overload
 
 from jaxtyping import Array
 
-from jamp._core.devices import moves_constants
 from jamp._scaling.value_and_grad import GradOptions, ScaledGrad, check_call
 from jamp.nnx._optimizer import Optimizer
 from jamp.nnx._pure import check_optimizer, loss_call
@@ -49,7 +48,6 @@ def scaled_value_and_grad(
     """
 
     @functools.wraps(loss_fn)
-    @moves_constants
     def value_and_grad(models: Models, optimizer: Optimizer, /, *args, **kwargs):
         check_optimizer(optimizer, "scaled_value_and_grad(loss_fn)")
         call = loss_call(loss_fn, models, optimizer, args, kwargs)

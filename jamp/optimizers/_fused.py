@@ -5,6 +5,7 @@ A rule is a frozen dataclass of hyperparameters. It steps lists of leaves with k
 
 import copy
 import dataclasses
+import functools
 import math
 import zlib
 from collections.abc import Hashable, Sequence
@@ -12,13 +13,15 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Bool, Float, PyTree
 
-from jamp._core.devices import moves_constants
 from jamp._core.dtypes import is_castable
+from jamp._core.layout import Structure
 from jamp._core.show import kind
+from jamp._core.transformation import Transformation as Transformation
 from jamp._core.tree import check_like, path_parts
 from jamp.optimizers._hyperparameters import (
     Count as Count,
@@ -137,7 +140,6 @@ class FusedRule(Hyperparameters, Rule):
         _check_leaves(params, "params")
         return self.state(jnp.zeros((), jnp.int32), *self.moments(params))
 
-    @moves_constants
     def update(
         self,
         updates: PyTree,
@@ -151,37 +153,40 @@ class FusedRule(Hyperparameters, Rule):
         """Implements optax's `update`."""
         check_step(self.name, updates, params)
         _check_leaves(updates, "gradients")
-        weights = jax.tree.map(lambda p: Weight(jnp.asarray(p)), params)
-        how: Any = {"grad_scale": grad_scale, "found_inf": found_inf}
-        return self.apply(updates, state, weights, only_updates=True, **how)
+        grads, structure = jax.tree.flatten(updates)
+        weights = [Weight(jnp.asarray(p)) for p in jax.tree.leaves(params)]
+        how: Any = {"grad_scale": grad_scale, "skip": found_inf, "only_updates": True}
+        new, state = self.apply(structure, grads, state, weights, **how)
+        return structure.unflatten(new), state
 
     def apply(
         self,
-        grads: PyTree,
+        structure: Structure,
+        grads: Sequence[Any],
         state: PyTree,
-        weights: PyTree,
+        weights: Sequence[Weight],
         *,
         grad_scale: ArrayLike | None = None,
-        found_inf: ArrayLike | None = None,
+        skip: ArrayLike | None = None,
         rounds: bool = False,
         group: Hashable = None,
         only_updates: bool = False,
-    ) -> tuple[PyTree, Any]:
-        """Steps a tree of `Weight` in one pass over each leaf.
+    ) -> tuple[list[Any], Any]:
+        """Steps weights in one pass over each leaf.
 
         Args:
+            structure: the structure of the params.
             grads, state: the gradients, still times `grad_scale`, and the state.
-            weights: a tree like `grads` of `pallas_kernels.Weight`.
-            grad_scale, found_inf: see `fused_adam`.
+            weights: one `pallas_kernels.Weight` per gradient.
+            grad_scale: see `fused_adam`.
+            skip: `found_inf` of `fused_adam`.
             rounds: whether to round bfloat16 weights without masters stochastically.
             group: the key of the group of these weights, for the random bits.
             only_updates: whether to return updates instead of new weights.
         """
         rounds_some = rounds or self.moment_dtype == jnp.bfloat16
-        salts = leaf_salts(grads, group) if rounds_some else None
-        grads, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, grads))
-        weights = structure.flatten_up_to(weights)
-        params = structure.unflatten([weight.param for weight in weights])
+        salts = leaf_salts(structure, group) if rounds_some else None
+        grads, params = list(map(jnp.asarray, grads)), [w.param for w in weights]
         if not isinstance(state, self.state):
             raise TypeError(
                 f"{self.name}: the state must be a {self.state.__name__}, got "
@@ -189,16 +194,14 @@ class FusedRule(Hyperparameters, Rule):
             )
         trees = {}
         for name, tree in zip(state._fields[1:], state[1:], strict=True):
-            if tree is None:
-                continue
-            if name not in self.per_leaf:
-                check_like(tree, params, f"{self.name}: `state.{name}`", _REMEDY)
-            trees[name] = structure.flatten_up_to(tree)
-        dtype = width_of([weight.param for weight in weights])
-        options = self.options(grad_scale, found_inf, dtype)
+            if tree is not None:
+                like = None if name in self.per_leaf else params
+                trees[name] = self._leaves_of(name, tree, structure, like)
+        dtype = width_of(params)
+        options = self.options(grad_scale, skip, dtype)
         if self.max_grad_norm is not None:
             options = self.clipped(options, grads)
-        leaves = Leaves(weights, grads, trees, self.decays(params), dtype)
+        leaves = Leaves(weights, grads, trees, self.decays(structure, params), dtype)
         numbers: dict[str, Any] = {**self.numbers(state.count, leaves, options)}
         new = {
             name: [
@@ -216,33 +219,21 @@ class FusedRule(Hyperparameters, Rule):
         count = optax.safe_increment(state.count)
         if options.skip is not None:
             count = jnp.where(options.skip, state.count, count)
-        return structure.unflatten(stepped), state._replace(count=count, **new)
+        return stepped, state._replace(count=count, **new)
 
-
-class Transformation(optax.GradientTransformationExtraArgs):
-    """optax's `init` and `update`, as methods of a frozen dataclass, the rule.
-
-    Transformations with equal rules are equal, so that JAX does not compile again.
-    """
-
-    @classmethod
-    def from_rule(cls, rule: Any) -> Self:
-        """Returns the transformation of a rule."""
-        return cls(rule.init, rule.update)
-
-    @property
-    def rule(self) -> Any:
-        """The frozen dataclass that has these methods."""
-        return self.init.__self__  # pyright: ignore[reportAttributeAccessIssue]
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and other.rule == self.rule
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __hash__(self) -> int:
-        return hash(self.rule)
+    def _leaves_of(
+        self, name: str, tree: PyTree, structure: Structure, like: list[Array] | None
+    ) -> list[Array]:
+        """Returns the leaves of a tree of the state. It has the shapes of `like`."""
+        leaves, found = jax.tree.flatten(tree)
+        fits = found == structure
+        if fits and like is not None:
+            fits = [x.shape for x in leaves] == [x.shape for x in like]
+        if not fits:
+            numbers = [np.float32(0)] * structure.num_leaves
+            expected = structure.unflatten(numbers if like is None else like)
+            check_like(tree, expected, f"{self.name}: `state.{name}`", _REMEDY)
+        return leaves
 
 
 class FusedTransformation(Transformation):
@@ -255,24 +246,21 @@ class FusedTransformation(Transformation):
     def all_finite(
         self, grads: PyTree, grad_scale: ArrayLike | None = None
     ) -> Bool[Array, ""]:
-        """Returns whether no gradient is inf or NaN, shape (), bool.
-
-        It first divides the gradients by `grad_scale` in float32, like the step,
-        because a finite gradient may overflow at a scale below 1.
-        """
         options = self.rule.options(grad_scale)
         return ~found_inf_of(jax.tree.leaves(grads), options=options)
 
 
-def leaf_salts(tree: PyTree, group: Hashable = None) -> list[int]:
+@functools.lru_cache(maxsize=64)
+def leaf_salts(structure: Structure, group: Hashable = None) -> tuple[int, ...]:
     """Returns a 32-bit number per leaf, from its path and the key of its group.
 
     It is a checksum, because Python's `hash` differs between processes.
     """
     prefix = "" if group is None else f"{group!r}:"
+    tree = structure.unflatten(range(structure.num_leaves))
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     names = [prefix + "/".join(path_parts(path)) for path, _ in leaves]
-    return [zlib.crc32(name.encode()) for name in names]
+    return tuple(zlib.crc32(name.encode()) for name in names)
 
 
 def check_step(name: str, updates: PyTree, params: PyTree | None) -> None:

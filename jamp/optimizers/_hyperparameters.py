@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, Int, PyTree
 from typing_extensions import TypeIs
 
+from jamp._core.layout import Structure
 from jamp._core.show import short_repr
 from pallas_kernels import Options, check_backend
 
@@ -81,25 +82,26 @@ class Hyperparameters:
     def options(
         self,
         grad_scale: ArrayLike | None = None,
-        found_inf: ArrayLike | None = None,
+        skip: ArrayLike | None = None,
         dtype: DTypeLike = "float32",
     ) -> Options:
         """Returns the options of kernels for gradients that have a scale."""
-        for name, value in (("grad_scale", grad_scale), ("found_inf", found_inf)):
+        for name, value in (("grad_scale", grad_scale), ("found_inf", skip)):
             if isinstance(value, tuple | list) or getattr(value, "shape", ()):
                 raise self._not_one(name, value)
-        unscale = skip = None
+        unscale = None
         if grad_scale is not None:
             unscale = 1 / jnp.asarray(grad_scale, dtype)
-        if found_inf is not None:
-            skip = jnp.asarray(found_inf).astype(bool)
+        if skip is not None:
+            skip = jnp.asarray(skip).astype(bool)
         return Options(unscale, skip, self.backend, self.shardings)
 
-    def decays(self, params: PyTree) -> list[bool]:
+    def decays(self, structure: Structure, params: Sequence[Any]) -> list[bool]:
         """Returns whether each leaf decays."""
-        decays = [True] * len(jax.tree.leaves(params))
+        decays = [True] * len(params)
         if self.mask is not None:
-            decays = _bools_like(params, self.mask(params))
+            tree = structure.unflatten(params)
+            decays = _bools_like(tree, self.mask(tree))
         if is_zero(self.weight_decay):
             decays = [False] * len(decays)  # a decay of 0 then costs nothing
         return decays

@@ -152,7 +152,7 @@ class _LARC(fused.Hyperparameters):
         g, w = (
             norm(x, per_leaf=True, options=self.options()) for x in (leaves, weights)
         )
-        decays = jnp.array(self.decays(params), bool)
+        decays = jnp.array(self.decays(structure, weights), bool)
         decay = jnp.where(decays, self.weight_decay, 0)
         ratio = self.trust_coefficient * w / (g + w * decay + self.eps)
         if self.clip:

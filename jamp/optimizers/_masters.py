@@ -1,12 +1,13 @@
 """Steps half params with optax, with float32 masters or stochastic rounding.
 
 Based on apex/amp/_process_optimizer.py, but never lazy (apex issues 480, 966 and 341).
-A param with its master is a `pallas_kernels.Weight`. A state keeps masters as a tree
-with holes for float32 params, because a donated state must not contain an array twice.
+A param with its master is a `pallas_kernels.Weight`; these functions take lists of
+them. A state keeps masters as a tree with holes for float32 params, because a donated
+state must not contain an array twice.
 """
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,10 +15,10 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, ArrayLike, Bool, Int, PyTree
 
-from jamp._core.devices import callers_guard
 from jamp._core.dtypes import FLOAT32, cast, is_half, widen
 from jamp._core.groups import check_transformation
-from jamp._core.tree import copy_leaves, select
+from jamp._core.layout import Structure
+from jamp._core.tree import copy_leaves, select, select_leaf
 from jamp.optimizers._fused import Transformation, check_step, leaf_salts
 from pallas_kernels import Weight, keys_of, split_float32, stochastic
 
@@ -65,6 +66,13 @@ class MasterWeights(Transformation):
     def store_remainder(self) -> bool:
         """Whether masters are stored as the low bits that the params lack."""
         return self.rule.store_remainder
+
+    def all_finite(
+        self, grads: PyTree, grad_scale: ArrayLike | None = None
+    ) -> Bool[Array, ""] | None:
+        inner = self.inner
+        is_ours = isinstance(inner, Transformation)
+        return inner.all_finite(grads, grad_scale) if is_ours else None
 
 
 def master_weights(
@@ -157,13 +165,18 @@ def stochastic_rounding(tx: optax.GradientTransformation) -> Transformation:
     return Transformation.from_rule(_StochasticRule(tx))
 
 
-def delta_to(updates: PyTree, new: PyTree, params: PyTree) -> PyTree:
+def delta_to(
+    structure: Structure,
+    updates: PyTree,
+    new: Sequence[Weight],
+    params: Sequence[Array],
+) -> PyTree:
     """Returns updates with which `optax.apply_updates` gives the new half params."""
-    return jax.tree.map(
-        lambda u, n, p: n.astype(FLOAT32) - p.astype(FLOAT32) if is_half(p) else u,
-        updates,
-        new,
-        params,
+    return structure.unflatten(
+        [
+            w.param.astype(FLOAT32) - p.astype(FLOAT32) if is_half(p) else u
+            for u, w, p in zip(jax.tree.leaves(updates), new, params, strict=True)
+        ]
     )
 
 
@@ -187,23 +200,23 @@ class _MasterRule:
         leaves, structure = jax.tree.flatten(params)
         if self.store_remainder or any(map(is_half, leaves)):
             remainder = self.store_remainder
-            weights = with_masters(params, params, store_remainder=remainder)
+            weights = with_masters(structure, leaves, leaves, store_remainder=remainder)
         else:  # the caller casts these params afterwards
             dtypes = [jnp.result_type(p) for p in leaves]
-            masters = copy_leaves(leaves, dtypes)
-            weights = structure.unflatten(map(Weight, leaves, masters))
-        return MasterWeightsState(
-            split_masters(weights)[1], self.tx.init(values(weights))
-        )
+            weights = list(map(Weight, leaves, copy_leaves(leaves, dtypes)))
+        inner_state = self.tx.init(structure.unflatten([w.value for w in weights]))
+        return MasterWeightsState(masters_of(structure, weights), inner_state)
 
     def update(self, updates, state, params=None, **extra_args):
         _check_update(updates, state, params)
-        weights = join_masters(params, state.masters)
+        params, structure = jax.tree.flatten(params)
+        grads = jax.tree.leaves(updates)
+        weights = join_masters(structure, params, state.masters)
         new, inner_state, updates = step_weights(
-            self.tx, updates, state.inner_state, weights, **extra_args
+            self.tx, structure, grads, state.inner_state, weights, **extra_args
         )
-        new, masters = split_masters(new)
-        updates = delta_to(updates, new, params)
+        masters = masters_of(structure, new)
+        updates = delta_to(structure, updates, new, params)
         return updates, MasterWeightsState(masters, inner_state)
 
 
@@ -212,81 +225,84 @@ class _StochasticRule:
     tx: optax.GradientTransformation
 
     def init(self, params: PyTree) -> StochasticRoundingState:
-        wide = values(jax.tree.map(Weight, params))
+        wide = jax.tree.map(widen, params)
         return StochasticRoundingState(jnp.int32(0), self.tx.init(wide))
 
     def update(self, updates, state, params=None, **extra_args):
         check_step("stochastic_rounding", updates, params)
-        weights, count = jax.tree.map(Weight, params), state.count
+        params, structure = jax.tree.flatten(params)
+        weights, grads = list(map(Weight, params)), jax.tree.leaves(updates)
+        inner, count = state.inner_state, state.count
         new, inner_state, updates = step_weights(
-            self.tx, updates, state.inner_state, weights, count=count, **extra_args
+            self.tx, structure, grads, inner, weights, count=count, **extra_args
         )
         count = optax.safe_increment(count)
         state = state._replace(count=count, inner_state=inner_state)
-        return delta_to(updates, split_masters(new)[0], params), state
+        return delta_to(structure, updates, new, params), state
 
 
 def with_masters(
-    params: PyTree, originals: PyTree, *, store_remainder: bool = False
-) -> PyTree:
-    """Returns a tree of `Weight`. The masters are copies of `originals`.
+    structure: Structure,
+    params: Sequence[Array],
+    originals: Sequence[Array],
+    *,
+    store_remainder: bool = False,
+) -> list[Weight]:
+    """Returns params with masters, which are copies of `originals`.
 
     `params` are cast from `originals`. With `store_remainder`, they are rounded again.
     """
     if store_remainder:
-        _check_bfloat16(params)
-    leaves, structure = jax.tree.flatten(params)
-    dtypes = [FLOAT32 if is_half(p) else None for p in leaves]
+        _check_bfloat16(structure.unflatten(params))
+    dtypes = [FLOAT32 if is_half(p) else None for p in params]
     # Donation needs a master that shares no buffer with a param.
-    masters = copy_leaves(structure.flatten_up_to(originals), dtypes)
+    masters = copy_leaves(originals, dtypes)
     weights = []
-    for param, dtype, master in zip(leaves, dtypes, masters, strict=True):
+    for param, dtype, master in zip(params, dtypes, masters, strict=True):
         if dtype is None:
             weights.append(Weight(param))
         elif store_remainder:
             weights.append(Weight(*split_float32(master)))
         else:
             weights.append(Weight(param, master))
-    return structure.unflatten(weights)
+    return weights
 
 
-def join_masters(params: PyTree, masters: PyTree) -> PyTree:
-    """Joins params and the masters of a state to a tree of `Weight`."""
-    leaves, structure = jax.tree.flatten(params)
+def join_masters(
+    structure: Structure, params: Sequence[Array], masters: PyTree
+) -> list[Weight]:
+    """Returns params with the masters of a state."""
     kept = structure.flatten_up_to(masters)
     masters = [None if isinstance(m, optax.MaskedNode) else m for m in kept]
-    return structure.unflatten(map(Weight, leaves, masters))
+    return list(map(Weight, params, masters))
 
 
-def split_masters(weights: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns params and masters with holes: the inverse of `join_masters`."""
-    leaves, structure = jax.tree.flatten(weights, is_leaf=_is_weight)
-    masters = [_HOLE if w.master is None else w.master for w in leaves]
-    params = [w.param for w in leaves]
-    return structure.unflatten(params), structure.unflatten(masters)
-
-
-def values(weights: PyTree) -> PyTree:
-    """Returns the masters and the float32 params, which are their own masters."""
-    return jax.tree.map(lambda w: w.value, weights, is_leaf=_is_weight)
+def masters_of(structure: Structure, weights: Sequence[Weight]) -> PyTree:
+    """Returns the tree of masters, with holes: the inverse of `join_masters`."""
+    return structure.unflatten(
+        [_HOLE if w.master is None else w.master for w in weights]
+    )
 
 
 def step_weights(
     tx: optax.GradientTransformation,
-    grads: PyTree,
+    structure: Structure,
+    grads: Sequence[Array],
     state: PyTree,
-    weights: PyTree,
-    clean: Bool[Array, ""] | None = None,
+    weights: Sequence[Weight],
+    finite: Bool[Array, ""] | None = None,
     count: ArrayLike | None = None,
     group: Hashable = None,
     **extra_args: Any,
-) -> tuple[PyTree, Any, PyTree]:
-    """Steps a tree of `Weight` with an optax transformation.
+) -> tuple[list[Weight], Any, PyTree]:
+    """Steps weights with an optax transformation.
 
     Args:
-        tx, grads, state: the transformation, unscaled gradients, and its state.
-        weights: the tree of `Weight`.
-        clean: whether to step, shape (), bool; None always steps.
+        tx: the transformation.
+        structure: the structure of the params, because masks and labels need paths.
+        grads, state: unscaled gradients, and the state.
+        weights: one per gradient.
+        finite: whether to step, shape (), bool; None always steps.
         count: the number of earlier steps, to round bfloat16 weights without masters
             stochastically; None rounds them to nearest.
         group: the key of the group of these weights, for the random bits.
@@ -295,31 +311,29 @@ def step_weights(
     Returns:
         The new weights, the new state, and the updates of the masters.
     """
-    masters = values(weights)
+    masters = structure.unflatten([w.value for w in weights])
     # A wrapped transformation equals no other, so callers keep the bare one.
     tx = optax.with_extra_args_support(tx)
-    grads = jax.tree.map(widen, grads)
-    with callers_guard():
-        updates, new_state = tx.update(grads, state, masters, **extra_args)
+    wide = structure.unflatten(map(widen, grads))
+    updates, new_state = tx.update(wide, state, masters, **extra_args)
     stepped = optax.apply_updates(masters, updates)
-    if clean is not None:
-        new_state = select(clean, new_state, state)
-    leaves, structure = jax.tree.flatten(weights, is_leaf=_is_weight)
-    keys: Any = [None] * len(leaves)
+    if finite is not None:
+        new_state = select(finite, new_state, state)
+    keys: Any = [None] * len(weights)
     if count is not None:
-        keys = keys_of(count, leaf_salts(stepped, group))
-    each = zip(leaves, structure.flatten_up_to(stepped), keys, strict=True)
-    new = structure.unflatten([_written(*leaf, clean) for leaf in each])
+        keys = keys_of(count, leaf_salts(structure, group))
+    each = zip(weights, structure.flatten_up_to(stepped), keys, strict=True)
+    new = [_written(*leaf, finite) for leaf in each]
     return new, new_state, updates
 
 
 def _written(
-    old: Weight, value: Array, key: Array | None, clean: Array | None
+    old: Weight, value: Array, key: Array | None, finite: Array | None
 ) -> Weight:
-    """Returns the weight with a new value if `clean`, and unchanged otherwise."""
-    if old.kind == "copied":
+    """Returns the weight with a new value if `finite`, and unchanged otherwise."""
+    if old.master is not None and old.kind == "copied":
         # Select before rounding: a select of half params would also read the old one.
-        master = value if clean is None else select(clean, value, old.master)
+        master = value if finite is None else select_leaf(finite, value, old.master)
         return Weight(cast(master, old.param.dtype), master)
     if old.kind == "split":
         new = Weight(*split_float32(value))
@@ -327,7 +341,10 @@ def _written(
         new = Weight(stochastic(value, key))
     else:
         new = Weight(cast(value, old.param.dtype))
-    return new if clean is None else select(clean, new, old)
+    if finite is None:
+        return new
+    pairs: Any = zip(new, old, strict=True)
+    return Weight(*[select_leaf(finite, n, o) for n, o in pairs if o is not None])
 
 
 def _check_bfloat16(params: PyTree) -> None:
@@ -363,7 +380,3 @@ def _check_update(updates: PyTree, state: PyTree, params: PyTree) -> None:
                 "when master_weights was initialized, so it has no master: call `init` "
                 "with the params that you train."
             )
-
-
-def _is_weight(x: object) -> bool:
-    return isinstance(x, Weight)

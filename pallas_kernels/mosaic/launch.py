@@ -36,7 +36,7 @@ _ARM = 8  # leaves to distinguish within one range of blocks
 _PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 _INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
-INT32_LIMIT = 2**31
+_INT32_LIMIT = 2**31
 _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.uint16)
 
 
@@ -81,9 +81,8 @@ class Work(NamedTuple):
 
 
 def fits(leaf: Leaf) -> bool:
-    """Returns whether a leaf has at least one element for each thread of a kernel."""
-    n = size_of(leaf)
-    if n < WARPGROUP or (n >= INT32_LIMIT and n % LONE_BLOCK):
+    """Returns whether a leaf has an element per thread, and int32 counts them."""
+    if not WARPGROUP <= size_of(leaf) < _INT32_LIMIT:
         return False
     return all(x.dtype in _DTYPES for x in leaf.values())
 
@@ -118,7 +117,7 @@ def launch(
     the written columns of each leaf, and the reductions.
     """
     job, stored = work.job, work.stored_dtypes(leaves[0], keys is not None)
-    written = [c for c in leaves[0] if c in stored or c in job.copies]
+    written = [c for c in leaves[0] if c in stored or job.is_copy(c, leaves[0])]
     new = {c: dtype for c, dtype in stored.items() if c not in leaves[0]}
     block = BLOCK if len(leaves[0]) > 1 or stored else LONE_BLOCK
     shapes = [next(iter(leaf.values())).shape for leaf in leaves]
@@ -126,12 +125,10 @@ def launch(
     starts = [0, *itertools.accumulate(max(n // block, 1) for n in sizes)]
     inputs, refs, fresh = [], [], []
     for leaf, n in zip(leaves, sizes, strict=True):
-        # Index by rows beyond 2^31 elements, where `row * block` would silently wrap.
-        shape = (n // block, block) if n >= INT32_LIMIT else (n,)
-        flat = {c: x.reshape(shape) for c, x in leaf.items()}
+        flat = {c: x.reshape(n) for c, x in leaf.items()}
         refs.append({c: jax.new_ref(flat.pop(c)) for c in written})
         inputs.append(flat)
-        fresh.append({c: jax.ShapeDtypeStruct(shape, d) for c, d in new.items()})
+        fresh.append({c: jax.ShapeDtypeStruct((n,), d) for c, d in new.items()})
     per_block = jax.ShapeDtypeStruct((starts[-1],), jnp.float32)
     kernel = plgpu.kernel(
         functools.partial(_body, work, shapes, strides, sizes, starts, block),
@@ -182,7 +179,7 @@ def _body(
         number, last = step - starts[k], starts[k + 1] - starts[k] - 1
         narrow = all(ref.dtype.itemsize == 2 for ref in jax.tree.leaves(leaf))
         vec = 8 if narrow else 4
-        index = number if sizes[k] >= INT32_LIMIT else pl.ds(number * block, block)
+        index = pl.ds(number * block, block)
         whole = Window(index, number.astype(jnp.uint32) * block, block, vec, 0)
         if sizes[k] % block == 0:
             run([whole])
@@ -247,7 +244,8 @@ def _run_block(
     """Loads all windows, then computes, then stores."""
     job, (inputs, refs, fresh) = work.job, leaf
     out = refs | fresh
-    read: Any = {c: r for c, r in (inputs | refs).items() if c not in job.copies}
+    columns: Any = inputs | refs
+    read = {c: r for c, r in columns.items() if not job.is_copy(c, columns)}
     old = [
         {c: plgpu.load(ref.at[w.index], layout=_layout(w)) for c, ref in read.items()}
         for w in windows

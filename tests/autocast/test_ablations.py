@@ -13,6 +13,8 @@ from jax import lax, nn
 import jamp
 from benchmarks.mechanisms import MECHANISMS, without
 
+pytestmark = pytest.mark.slow
+
 
 class Example(NamedTuple):
     """A function whose gradients differ without a mechanism."""

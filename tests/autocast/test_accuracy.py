@@ -9,6 +9,8 @@ import pytest
 import jamp
 from tests.support.programs import evaluate
 
+pytestmark = pytest.mark.slow
+
 HALVES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 RNG = np.random.default_rng(0)
 FEATURES, CLASSES = 16, 12

@@ -13,6 +13,8 @@ import jamp
 from tests.autocast.test_coverage import TOLERANCE, W, X, both_passes
 from tests.support.near import assert_near, distance
 
+pytestmark = pytest.mark.slow
+
 half = functools.partial(jamp.autocast, dtype="float16")
 
 

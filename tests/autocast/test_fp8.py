@@ -178,6 +178,7 @@ def test_the_roofline_is_where_the_docstring_says():
     assert first(4096, rows=64) == "fp8 small"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5", "O6"])
 def test_wherever_products_run_in_half(level):
     state = state_of(TRANSFORMER, level, loss_scale=1.0)
@@ -198,6 +199,7 @@ def test_an_operand_of_several_products_is_quantized_once():
     assert (found.count(Of.INPUT), found.count(Of.WEIGHT)) == (2, 4)
 
 
+@pytest.mark.slow
 def test_gradients_of_weights_stay_half_or_are_reduced_in_float32():
     options = jamp.Fp8(grad_weight=False, smallest=1)
     assert in_fp8(STEP, state_of(TRANSFORMER, fp8=options), X) == 8
@@ -444,6 +446,7 @@ def test_forward_mode_is_close_to_half():
     assert 0 < abs(along(ALL) / along(False) - 1) <= 0.05
 
 
+@pytest.mark.slow
 def test_under_vmap_the_batch_has_one_scale():
     state = state_of(STACK)
     forward = forward_of(state, unrolled)

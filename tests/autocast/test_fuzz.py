@@ -22,7 +22,7 @@ ERROR = {"float16": 0.01, "bfloat16": 0.08}  # for values of order 1
 SAMPLE, CHUNK, CHUNKS = 12, 100, 100
 LAYERED, LAYERED_CHUNKS = 1000, 20
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.slow, pytest.mark.standard_promotion]
 
 
 def case(seed):

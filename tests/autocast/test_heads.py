@@ -84,6 +84,7 @@ def test_a_loss_keeps_half_logits_and_scatters_nothing(loss, promote):
     assert jnp.bfloat16 in large and jnp.float32 not in large
 
 
+@pytest.mark.slow
 def test_a_loss_inside_a_shard_map_scatters_nothing():
     """The types of the operands vary over a mesh axis here."""
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
@@ -145,6 +146,7 @@ def test_values_and_gradients_are_those_of_float32_logits(loss):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 2e-2, 2e-3), got, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fill", "clip", "promise_in_bounds"])
 def test_labels_out_of_bounds_are_as_in_jax(mode):
     labels = jnp.array([0, -1, 9, 3, 10, -11])

@@ -334,6 +334,7 @@ def shifted(b, x):
     return nn.gelu(x @ W + (x[:, :1] * b) @ W).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fn", [biased, shifted])
 def test_a_summed_gradient_for_each_example_and_eagerly(fn):
     grad = jax.grad(jamp.autocast(fn))

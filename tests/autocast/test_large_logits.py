@@ -14,6 +14,8 @@ from jax import lax
 import jamp
 from tests.autocast.test_heads import LOSSES
 
+pytestmark = pytest.mark.slow
+
 ROWS, WIDTH, CLASSES = 32, 8, 64
 SIZES = (5, 20, 80, 320, 640)
 LABELS, TOKENS = np.random.default_rng(0).integers(CLASSES, size=(2, ROWS))

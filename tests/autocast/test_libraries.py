@@ -18,6 +18,7 @@ diffrax = pytest.importorskip("diffrax")
 optimistix = pytest.importorskip("optimistix")
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.standard_promotion,
     # Equinox raises its errors from a callback, which is opaque to autocast.
     pytest.mark.filterwarnings("ignore::jamp.AutocastWarning"),

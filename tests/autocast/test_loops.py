@@ -104,6 +104,7 @@ DERIVATIVES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DERIVATIVES)
 def test_derivatives(name):
     half = list(HALVES)[list(DERIVATIVES).index(name) % 2]

@@ -89,6 +89,7 @@ def exact_gradient():
     return x.T @ (g / norm - h * (g * h).sum(-1, keepdims=True) / norm**3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", NORMS)
 def test_an_inner_product_is_a_sum_in_float32(norm):
     rule = jamp.DynamicLossScale(init_scale=16.0)

@@ -53,6 +53,7 @@ def loss(w):
     return (jax.nn.logsumexp(logits, -1) - logits[LABELS, LABELS]).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["dots_saveable", "everything_saveable"])
 @pytest.mark.parametrize("within", ["plain", "jit", "scan", "vmap"])
 def test_a_loss_may_be_checkpointed_inside_and_outside(within, policy):

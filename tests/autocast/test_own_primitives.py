@@ -12,9 +12,8 @@ from jax.extend.core import Primitive
 
 import jamp
 import pallas_kernels
-from jamp._autocast import pins, products, sums
+from jamp._autocast import pins, products, reduction, sums
 from jamp._fp8 import quantized
-from jamp._scaling import reduction
 from pallas_kernels import layouts
 
 NUMBERS = ((1,), (0,)), ((), ())  # of a matmul of two matrices

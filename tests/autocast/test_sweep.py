@@ -111,6 +111,7 @@ def differences(got: Any, right: Any, exact: bool) -> Iterator[str]:
 
 # JAX and optax promote dtypes. They warn of short inputs and coming removals.
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.standard_promotion,
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
 ]

@@ -72,9 +72,14 @@ pytestmark = pytest.mark.standard_promotion
 # One half dtype for each program, and the other one in a sweep.
 CASES = list(zip(PROGRAMS, itertools.cycle(HALVES), strict=False))
 OTHERS = (case for case in itertools.product(PROGRAMS, HALVES) if case not in CASES)
+# It compiles for long.
+MARKED = [
+    pytest.param(*case, marks=pytest.mark.slow) if case[0] == "loss_ctc" else case
+    for case in CASES
+]
 
 
-@pytest.mark.parametrize(("name", "half"), CASES + more("SWEEP", OTHERS))
+@pytest.mark.parametrize(("name", "half"), MARKED + more("SWEEP", OTHERS))
 def test_no_less_accurate_than_torch(name, half):
     for row in measure(name, PROGRAMS[name], half):
         assert row.is_fine(3.5 if name in EXCEPT else 1.1), row

@@ -21,7 +21,10 @@ from tests.support.programs import evaluate, products, products_of
 
 DIFFERENTIABLE = ("jax_custom_vjp3", "jax_custom_jvp3", "jax_remat3")
 OLD = jax.__version_info__ < (0, 12)
-pytestmark = pytest.mark.skipif(OLD, reason="JAX 0.11 has other flags")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(OLD, reason="JAX 0.11 has other flags"),
+]
 half = functools.partial(jamp.autocast, dtype="float16")
 
 

@@ -15,6 +15,8 @@ from jamp._autocast.run import jit_of
 from tests.support.calls import calls_of
 from tests.support.constructs import custom_vjp, repeat
 
+pytestmark = pytest.mark.slow
+
 W = jnp.eye(8)
 
 

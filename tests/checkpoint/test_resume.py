@@ -24,7 +24,10 @@ from tests.support import subprocesses
 from tests.support.pages import SHOWN
 from tests.support.states import State
 
-pytestmark = pytest.mark.standard_promotion  # for optax.adam, here and in the process
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.standard_promotion,
+]  # for optax.adam, here and in the process
 
 ADAM = optax.adam(1e-2)
 FUSED = jo.fused_adam(1e-2, weight_decay=0.1, max_grad_norm=1.0)

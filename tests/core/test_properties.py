@@ -6,11 +6,14 @@ import os
 import jax
 import ml_dtypes
 import numpy as np
+import pytest
 from flax.core import freeze
 from hypothesis import given, settings, strategies as st
 
 import jamp
 from tests.support.bits import assert_same_bits, bits
+
+pytestmark = pytest.mark.slow
 
 few = settings(max_examples=3000 if "JAMP_FUZZ" in os.environ else 10)
 Pair = collections.namedtuple("Pair", "left right")

@@ -33,17 +33,7 @@ def test_pyproject_has_the_same_bounds_and_no_version_of_its_own():
     assert jamp.__version__.count(".") == 2
 
 
-def test_the_other_jamp_raises_a_warning(tmp_path, monkeypatch):
-    folder = tmp_path / "jamp-0.0.6.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Name: jamp\nVersion: 0.0.6\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.warns(UserWarning, match="`jamp` 0.0.6, a different library"):
-        requirements.warn_of_other_jamp()
-
-
 def test_import_checks_jax_first():
     source = (ROOT / "jamp" / "__init__.py").read_text()
     check = source.index("_requirements.jax_problem()")
     assert source.index("sys.version_info") < check < source.index("jamp._autocast")
-    assert "_requirements.warn_of_other_jamp()" in source

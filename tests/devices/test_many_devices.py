@@ -28,7 +28,7 @@ from tests.devices.eight_devices import (
 )
 from tests.support.states import make
 
-pytestmark = pytest.mark.standard_promotion  # for optax.adam
+pytestmark = [pytest.mark.slow, pytest.mark.standard_promotion]  # for optax.adam
 
 ALL, ROW = P(), P(AXES)
 
@@ -49,8 +49,8 @@ STATES = {level: (level, ADAM) for level in ("O1", "O2", "O3", "O5")} | {
     "sgd": ("O0", jo.fused_sgd(1e-2, 0.9)),
     "adagrad": ("O5", jo.fused_adagrad(1e-2, eps=1e-2)),  # its masters are split
 }
-# The states that also run under shard_map, with `check_vma` and `predivide`.
-BY_HAND = {"O2": (False, 8.0), "O5": (True, 3.0), "lamb": (True, None)}
+# The states that also run under shard_map, with `check_vma`.
+BY_HAND = {"O2": False, "O5": True, "lamb": True}
 NAMES = {
     "replicated": ("O3", "O5"),
     "fsdp": ("O2", "fused adam", "sgd", "adagrad"),
@@ -90,11 +90,11 @@ def step_all(states, x, y):
 def step_all_by_hand(states, x, y):
     """Runs data parallel: each device has an eighth of the batch, and all params."""
 
-    def mapped(check_vma, predivide):
-        by_hand = functools.partial(step, axis_name=AXES, predivide=predivide)
+    def mapped(check_vma):
+        by_hand = functools.partial(step, axis_name=AXES)
         return on_each(check_vma, by_hand, (P(), P(AXES), P(AXES)), P())
 
-    return {name: mapped(*BY_HAND[name])(s, x, y) for name, s in states.items()}
+    return {name: mapped(BY_HAND[name])(s, x, y) for name, s in states.items()}
 
 
 def train(step, states, batches):
@@ -162,15 +162,12 @@ def test_a_field_may_differ_by_device():
 
 SIXTEENTHS = np.float32([[k / 16, (k - 3) * 0.5] for k in range(8)])
 ONE_INF = np.where(np.arange(8)[:, None] == 5, np.inf, SIXTEENTHS)
-# The sum of these finite rows is not finite.
-LARGE = np.float32([[3e38, -3e38]] * 8)
 GRADIENTS = {
     "clean": ("O2", SIXTEENTHS),
     "large in half": ("O2", np.full((8, 2), 6e4, np.float32)),
     "one overflows": ("O2", ONE_INF),
-    "large at O5": ("O5", LARGE),
 }
-WAYS = [(vma, predivide) for vma in (True, False) for predivide in (None, 8.0, 3.0)]
+WAYS = (True, False)  # check_vma
 
 
 def mean_of_rows(params, x):
@@ -193,24 +190,21 @@ def one_step(state, x, **options):
 def test_gradients_are_the_mean_of_all_devices(name):
     level, rows = GRADIENTS[name]
 
-    def run(check_vma, predivide, x):
-        step = functools.partial(one_step, axis_name=AXES, predivide=predivide)
+    def run(check_vma, x):
+        step = functools.partial(one_step, axis_name=AXES)
         return on_each(check_vma, step)(of_two(level), x)
 
-    results = jax.jit(lambda x: [run(*way, x) for way in WAYS])(rows)
-    for (check_vma, predivide), (grads, state) in zip(WAYS, results, strict=True):
-        way = f"{check_vma=}, {predivide=}"
-        # The sum of 8 large gradients, or of 8 thirds, is not finite.
-        finite = name != "one overflows" and (rows is not LARGE or predivide == 8.0)
+    results = jax.jit(lambda x: [run(way, x) for way in WAYS])(rows)
+    for check_vma, (grads, state) in zip(WAYS, results, strict=True):
+        way = f"{check_vma=}"
+        finite = name != "one overflows"
         assert state.skipped_steps == (not finite), way
         assert grads.dtype == F32
         if not finite:
             assert np.isnan(grads).all(), way
         else:
-            dtype = jnp.bfloat16 if level == "O5" else F32
-            mean = rows.astype(dtype).astype(np.float64).mean(0)
-            # 8 divides exactly in float32, 3 does not.
-            rtol = 0 if name == "clean" and predivide != 3.0 else 1e-6
+            mean = rows.astype(np.float64).mean(0)
+            rtol = 0 if name == "clean" else 1e-6
             np.testing.assert_allclose(grads, [mean] * 8, rtol, err_msg=way)
 
 
@@ -261,8 +255,8 @@ def traced(state, check_vma, differentiate=jamp.scaled_value_and_grad, **options
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_gradients_are_summed_in_float32(level):
     state = start(mlp_params(), optax.sgd(0.1), level)
-    for check_vma, predivide in WAYS:
-        program = traced(state, check_vma, axis_name="d", predivide=predivide)
+    for check_vma in WAYS:
+        program = traced(state, check_vma, axis_name="d")
         operands = collectives(program)
         shapes = [x.shape for x in operands]
         for param in mlp_params().values():
@@ -282,14 +276,9 @@ def test_a_sum_in_half_over_replicated_params_warns(level):
             traced(state, check_vma, jamp.scaled_grad)
 
 
-def test_an_axis_must_be_bound_and_predivide_positive():
+def test_an_axis_must_be_bound():
     words = "(?s)'nowhere'.*not bound.*'d'.*jax.shard_map.*jit.*leave"
     with pytest.raises(ValueError, match=words):
         traced(of_two(), True, axis_name=("d", "nowhere"))
     with pytest.raises(ValueError, match="axis_name='d' is not bound"):
         one_step(of_two(), SIXTEENTHS, axis_name="d")
-    for bad in (0, float("inf"), "8", True):
-        with pytest.raises(ValueError, match="predivide.*positive"):
-            jamp.scaled_grad(loss_fn, axis_name="d", predivide=bad)
-    with pytest.raises(ValueError, match="predivide=8.0.*axis_name"):
-        jamp.scaled_grad(loss_fn, predivide=8.0)

@@ -23,6 +23,8 @@ from tests.devices.eight_devices import misplaced
 from tests.support.states import SGD, State
 from tests.support.subprocesses import ROOT, SECONDS, cpu_devices
 
+pytestmark = pytest.mark.slow
+
 LEVELS = ["O1", "O2"]
 STEPS, OVERFLOW = 5, 2
 

@@ -1,4 +1,4 @@
-"""Test the placement of a restored state, and arrays on different devices."""
+"""Test the placement of a restored state."""
 
 import functools
 import pathlib
@@ -14,45 +14,14 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jamp
 from tests.devices.eight_devices import mesh_of, misplaced
-from tests.support.states import SGD, make
 
-pytestmark = pytest.mark.standard_promotion  # for optax.adam
+pytestmark = [pytest.mark.slow, pytest.mark.standard_promotion]  # for optax.adam
 
 ADAM = optax.adam(0.1)
 
 
 def on_mesh(kind, devices, spec):
     return NamedSharding(mesh_of(kind, (devices,)), spec)
-
-
-FOUR = "devices [0, 1, 2, 3]"
-TWO = "devices [0, 1]"
-ONE = "devices [3]"
-
-
-@pytest.mark.eight_devices
-def test_arrays_on_different_devices_are_named():
-    rows = np.ones((4, 4), np.float32)
-    here, there = (jax.device_put(rows, on_mesh("Auto", n, P("data"))) for n in (4, 2))
-    one = jax.device_put(rows, jax.devices()[3])
-
-    def loss_fn(params, x):
-        return (params["w"].astype(jnp.float32) * x).sum()
-
-    begin = functools.partial(make, "O1", tx=SGD)
-    state = begin({"w": here}, stats=here)
-    grad, step, grads = jamp.scaled_grad(loss_fn), state.apply_gradients, {"w": here}
-    for call, first, other, where in (
-        (lambda: begin({"a": here, "b": there}), "params['a']", "params['b']", TWO),
-        (lambda: begin({"a": here}, stats=[one]), "params['a']", "stats[0]", ONE),
-        (lambda: grad(state, there), "state.step", "args[0]", TWO),
-        (lambda: step(grads={"w": there}), "state.step", "grads['w']", TWO),
-        (lambda: step(grads=grads, stats=there), "state.step", "stats", TWO),
-    ):
-        with pytest.raises(ValueError) as error:
-            call()
-        lie = f"{first} on {FOUR}, and {other} on {where}. Put "
-        assert str(error.value).startswith(f"Arrays are on different devices: {lie}")
 
 
 def on_one(x):
@@ -119,3 +88,45 @@ def test_a_checkpoint_goes_to_another_sharding(into, way):
     assert bits(new) == bits(state)
     assert misplaced(new, jax.tree.map(lambda x: x.sharding, wanted)) == []
     assert step(new, grads).step == 8
+
+
+def with_stats(tx):
+    """Adds statistics that are not kept per param, under the path of one."""
+
+    def init(params):
+        return {"stats": {"w": jnp.zeros_like(params["w"])}, "inner": tx.init(params)}
+
+    def update(updates, state, params=None):
+        updates, inner = tx.update(updates, state["inner"], params)
+        return updates, {**state, "inner": inner}
+
+    return optax.GradientTransformation(init, update)
+
+
+LABELS = {"w": "adam", "inner": {"w": "adam", "v": "none"}}
+KEPT = {
+    "adam": (ADAM, 4),
+    "fused": (jamp.optimizers.fused_adam(0.1), 4),
+    "masked": (optax.masked(ADAM, {"w": True, "inner": False}), 2),
+    "labels": (
+        optax.multi_transform({"adam": ADAM, "none": optax.set_to_zero()}, LABELS),
+        4,
+    ),
+    "chain": (optax.chain(optax.clip_by_global_norm(1.0), optax.trace(0.9)), 2),
+    "stats": (with_stats(ADAM), 4),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.eight_devices
+def test_moments_under_jit_are_sharded_like_their_params(name):
+    """Only subtrees with the structure of the params belong to them."""
+    tx, count = KEPT[name]
+    rows = jax.device_put(np.ones((8, 4), np.float32), on_mesh("Auto", 8, P("data")))
+    params = {"w": rows, "inner": {"w": rows, "v": np.ones(3, np.float32)}}
+    init = jax.jit(lambda p: jamp.initialize(p, tx, "O1", verbosity=0))
+    state = init(params)
+    kept = [x for x in jax.tree.leaves(state.opt_state) if x.shape == rows.shape]
+    sharded = [x.sharding.is_equivalent_to(rows.sharding, 2) for x in kept]
+    assert sum(sharded) == count
+    assert len(kept) - count == (name == "stats")

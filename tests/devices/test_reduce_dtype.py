@@ -16,6 +16,8 @@ from tests.support.near import distance
 from tests.support.programs import FAST, equations
 from tests.support.states import SGD, make
 
+pytestmark = pytest.mark.slow
+
 F32, BF16 = jnp.float32, jnp.bfloat16
 PARAMS = {"w": np.ones((16, 4), np.float32), "b": np.ones(4, np.float32)}
 ROW = P(AXES)

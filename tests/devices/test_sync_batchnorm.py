@@ -13,7 +13,7 @@ from tests.devices.eight_devices import collectives
 from tests.support.by_hand import with_stats
 
 # Flax's layers promote their inputs and params.
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.slow, pytest.mark.standard_promotion]
 
 AXIS = "batch"
 MESH = AbstractMesh((8,), (AXIS,), axis_types=(AxisType.Auto,))

@@ -157,6 +157,7 @@ def gpt2(level, shape=(2, 16), width=48, dtype=None, options=(), **sizes):
     return loss_fn, state, tokens, params
 
 
+@pytest.mark.slow
 def test_an_intact_gpt2_at_o4_has_the_error_of_one_by_hand():
     _, state, tokens, params = gpt2("O4", depth=1, width=24)
     loss_fn = lambda p, x: square(state.apply_fn({"params": p}, x))  # noqa: E731
@@ -183,6 +184,7 @@ def test_an_intact_gpt2_at_o4_has_the_error_of_one_by_hand():
 INTACT = [(level, scan) for level in ("O6", "O1", "O2", "O5") for scan in (False, True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("level", "scan"),
     [INTACT[0], *(pytest.param(*row, marks=pytest.mark.slow) for row in INTACT[1:])],
@@ -298,6 +300,7 @@ def with_equinox():
     return params, loss_fn, "eqx.nn.MLP/eqx.nn.Linear"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [with_haiku, with_equinox])
 def test_models_of_other_libraries_have_modules_and_no_flag(model):
     params, loss_fn, module = model()
@@ -344,6 +347,7 @@ def identity(x):
 identity.defvjp(lambda x: (x, None), lambda _, g: (g * 2,))
 
 
+@pytest.mark.slow
 def test_a_model_of_many_constructs():
     class Layer(nn.Module):
         @nn.compact

@@ -11,6 +11,7 @@ from jamp import __main__ as doctor
 from tests.support import subprocesses
 
 
+@pytest.mark.slow
 def test_the_doctor_prints_a_screen():
     printed = subprocesses.run("jamp")
     assert f"jax {jax.__version__}, " in printed

@@ -157,6 +157,7 @@ def test_locate_finds_the_culprit(name):
         assert found.result is not None and found.result.infs + found.result.nans > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fn", INSIDE)
 def test_locate_looks_inside_loops_and_calls(fn):
     for way in WAYS:
@@ -167,6 +168,7 @@ def test_locate_looks_inside_loops_and_calls(fn):
         assert found.operation == "a matmul", text
 
 
+@pytest.mark.slow
 def test_shard_map_is_one_operation_and_vmap_looks_inside():
     def local(w, x):
         there = lax.axis_index("data") == 5

@@ -10,7 +10,7 @@ import pytest
 
 from tests.docs.scripts import EXAMPLES, ROOT, load, needs_extra, png_size
 
-pytestmark = [needs_extra, pytest.mark.standard_promotion]
+pytestmark = [pytest.mark.slow, needs_extra, pytest.mark.standard_promotion]
 
 SAYS = re.compile(
     r"^process (\d) of (\d): params (\w{8}), loss scale (\w+), (\d) skipped, loss (.+)",

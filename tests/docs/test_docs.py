@@ -42,33 +42,6 @@ def test_page_runs_and_prints_what_it_shows(page, capsys, monkeypatch, tmp_path)
             assert printed == block["output"], f"{page}:{line}"
 
 
-NEW_PAGES = "inference", "off", "training_script", "which_level"
-WORDS = {"README.md": 800, "benchmarks/results/README.md": 1500, "docs/fast.md": 500}
-WORDS |= {f"docs/{name}.md": 1100 for name in ("autocast", "optimizers", "results")}
-WORDS |= {f"docs/{name}.md": 600 for name in NEW_PAGES}
-
-
-@pytest.mark.parametrize("page", WORDS)
-def test_a_page_stays_short(page):
-    assert len(PAGES[page].split()) <= WORDS[page]
-
-
-PINNED = sorted(
-    {
-        (page, file, test)
-        for page, text in PAGES.items()
-        for file, test in re.findall(r"(test_\w+\.py)::(test_\w+)", text)
-    }
-)
-
-
-def test_tests_that_pages_name_exist():
-    assert len(PINNED) > 40
-    for page, file, test in PINNED:
-        source = "".join(p.read_text() for p in ROOT.glob(f"tests/*/{file}"))
-        assert f"\ndef {test}(" in source, f"{page} names {file}::{test}"
-
-
 # The reference has every public name, and the pictures show real runs.
 
 DOCS = ROOT / "docs"

@@ -188,8 +188,12 @@ def init(tx, params):
 
 
 @compiled
-def apply(tx, grads, state, weights, **kwargs):
-    return tx.rule.apply(grads, state, weights, **kwargs)
+def apply(tx, grads, state, weights, found_inf=None, **kwargs):
+    grads, structure = jax.tree.flatten(grads)
+    weights = structure.flatten_up_to(weights)
+    how = {"skip": found_inf, **kwargs}
+    weights, state = tx.rule.apply(structure, grads, state, weights, **how)
+    return structure.unflatten(weights), state
 
 
 @compiled

@@ -273,3 +273,10 @@ def test_backends(name):
     for backend, in_kernels in (("xla", False), ("interpret", True)):
         program = jax.make_jaxpr(backed(backend).update)(params, state, params)
         assert ("axis_index" in str(program)) == in_kernels
+
+
+def test_a_state_without_a_number_per_leaf_is_refused():
+    tx, params = jo.fused_novograd(0.1), {"a": jnp.ones(2), "b": jnp.ones(3)}
+    state = tx.init(params)
+    with pytest.raises(ValueError, match=r"`state.nu` have no leaf at \['b'\]"):
+        tx.update(params, state._replace(nu={"a": state.nu["a"]}), params)

@@ -59,6 +59,7 @@ def test_states_are_float32_and_keep_their_shape_and_dtype(name):
     assert len({x.unsafe_buffer_pointer() for x in leaves}) == len(leaves)  # donated
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion  # norms of leaves together
 @each_bare
 def test_float64_leaves_are_stepped_in_float64(name):
@@ -145,6 +146,7 @@ def test_all_finite_checks_the_unscaled_gradients(dtype, backend):
 # JAX's transformations
 
 
+@pytest.mark.slow
 @each
 def test_under_vmap_with_a_learning_rate_each(name):
     @jax.jit
@@ -181,6 +183,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, options", OPTIONS)
 def test_injected_hyperparameters_and_a_schedule(name, options):
     """optax makes all numbers arrays, including defaults, but no booleans."""

@@ -48,6 +48,7 @@ def values(n, seed=0):
     return np.float32(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend, n", [("xla", 40_000), ("interpret", 4000)])
 def test_moments_are_rounded_by_a_hash_of_step_leaf_and_element(backend, n):
     leaves = [values(n), values(n // 4, 1).reshape(10, -1), values(7, 2)]
@@ -80,6 +81,7 @@ SMALL = {"both": (16, 20), "combined": (16, 7), "fsdp": (40,), "tensor": (5, 8)}
 WHOLE = {name: shape for name, (shape, _) in LEAVES.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.eight_devices
 @pytest.mark.parametrize(
     "kind, backend, shapes",
@@ -98,6 +100,7 @@ def test_the_bits_are_those_of_the_whole_leaf_under_any_sharding(kind, backend, 
         assert_same_bits(call([*on_mesh.values()], 3), wanted)
 
 
+@pytest.mark.slow
 @each_bare
 def test_only_moments_are_in_moment_dtype(name):
     params = {"w": jnp.ones((3, 50)), "b": jnp.ones(())}

@@ -11,6 +11,8 @@ import pytest
 from pallas_kernels import Options, found_inf, norm
 from tests.support.programs import FAST
 
+pytestmark = pytest.mark.slow
+
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 BACKENDS = ["xla", "interpret"]
 each_backend = pytest.mark.parametrize("backend", BACKENDS)

@@ -17,6 +17,8 @@ from tests.support.bits import assert_rounded_alike, assert_same_bits, bits
 from tests.support.programs import FAST
 from tests.support.states import HALF, State, assert_skipped, dot
 
+pytestmark = pytest.mark.slow
+
 F32 = jnp.float32
 STEPS = 6
 # The steps that overflow, each with a leaf, an index and a value. Two of them are

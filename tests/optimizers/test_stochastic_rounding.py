@@ -78,6 +78,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion  # apply_updates promotes
 @pytest.mark.parametrize("way", WAYS)
 def test_params_are_rounded_by_a_hash_of_step_leaf_and_element(way):
@@ -96,6 +97,7 @@ def test_equal_wrappers_are_values():
     assert pickle.loads(pickle.dumps(fused)) == fused
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tx, where",
     [
@@ -155,6 +157,7 @@ def test_a_skip_keeps_every_bit_and_no_param_becomes_infinite(tx):
     assert np.isfinite(np.float32(grown.params["a"])).all()
 
 
+@pytest.mark.slow
 def test_checkpoints_pass_between_levels_with_masters_and_without():
     tx = jo.fused_adam(1e-2, moment_dtype="bfloat16")
     start = functools.partial(jamp.initialize, weights(), tx, "O5")

@@ -17,6 +17,8 @@ from pallas_kernels.mosaic import launch as launcher
 from tests.pallas_kernels import kernels
 from tests.pallas_kernels.kernels import BF16, F16, F32
 
+pytestmark = pytest.mark.slow
+
 INTERPRET = Options(backend="interpret")
 # Sizes around a warpgroup, and around one, two and four blocks.
 SIZES = (128, 129, 255, 1023, 1024, 1025, 1152, 2047, 2048 + 127, 4095, 4096, 4097)
@@ -166,7 +168,6 @@ def test_which_leaves_fit_a_kernel():
     assert all(fits(1000, d) for d in (F16, BF16, F32, jnp.uint16))
     assert not any(fits(1000, d) for d in (jnp.int32, jnp.int8, jnp.uint32))
     assert fits(2**31 - 1, BF16)  # int32 still counts the elements
-    assert fits(2**31, BF16) and fits(2**31 + 4096, BF16) and fits(2**40, BF16)
-    assert not fits(2**31 + 1024, BF16)  # rows of both block sizes, or none
+    assert not fits(2**31, BF16) and not fits(2**40, BF16)
     narrow, wide = (jax.ShapeDtypeStruct((300,), d) for d in (BF16, jnp.int32))
     assert not launcher.fits({"x": narrow, "y": wide})

@@ -15,7 +15,7 @@ from tests.support.by_jamp import amp_init, amp_step
 from tests.support.states import with_scales
 
 # optax and models with `dtype=` promote, as in users' programs.
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.slow, pytest.mark.standard_promotion]
 
 TX = optax.adam(1e-2)
 STEPS = 8

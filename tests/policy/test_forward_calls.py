@@ -3,14 +3,17 @@
 import pickle
 from typing import Any, NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax.core import FrozenDict
 
 import jamp
 from tests.policy.forward_models import TOKENS, dtypes, normal
+from tests.support import programs
 from tests.support.bits import assert_same_bits
 
 # Flax itself promotes: half inputs meet BatchNorm's float32 parameters.
@@ -114,3 +117,46 @@ def test_functions_of_several_models_keep_their_container():
     ):
         state = jamp.initialize(w, None, "O2", apply_fn=given, verbosity=0)
         assert state.apply_fn == expected and hash(state.apply_fn) == hash(expected)
+
+
+class Coder(nn.Module):
+    def setup(self):
+        self.up, self.down = nn.Dense(8), nn.Dense(4)
+
+    def __call__(self, x):
+        return self.down(self.encode(x))
+
+    def encode(self, x, *, shift=0.0):
+        self.sow("intermediates", "mean", x.mean())
+        return self.up(x) + shift
+
+
+@pytest.mark.parametrize(
+    "method", ["encode", Coder.encode, lambda m, x, **k: m.encode(x, **k)]
+)
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_apply_fn_takes_a_method_as_in_flax(level, method):
+    model = Coder()
+    params = model.init(jax.random.key(0), X)["params"]
+    options = {"apply_fn": model.apply, "loss_scale": 8.0, "verbosity": 0}
+    state = jamp.initialize(params, optax.sgd(0.1), level, **options)
+    call = {"method": method, "mutable": ["intermediates"], "shift": 1.0}
+
+    def forward(params, x):
+        return state.apply_fn({"params": params}, x, **call)
+
+    def loss_fn(params, x):
+        return forward(params, x)[0].sum()
+
+    out, sown = jax.jit(forward)(state.params, X)
+    expected, plain = model.apply({"params": params}, X, **call)
+    assert out.dtype == jnp.float32 and jax.tree.structure(sown) == jax.tree.structure(
+        plain
+    )
+    np.testing.assert_allclose(out, expected, atol=0.05)
+    (product,) = programs.products(forward, state.params, X)
+    assert product.lhs == ("bfloat16" if level == "O5" else "float16")
+    grads = jamp.scaled_grad(loss_fn)(state, X)
+    assert not grads["down"]["kernel"].any() and grads["up"]["kernel"].any()
+    untouched = state.apply_fn({"params": state.params}, X, method=method)
+    assert untouched.shape == (3, 8)

@@ -25,7 +25,7 @@ from tests.support.models import Transformer
 from tests.support.states import HALF
 
 # Flax itself promotes: half inputs meet BatchNorm's float32 parameters.
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.slow, pytest.mark.standard_promotion]
 
 UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 X = normal(5, 6)

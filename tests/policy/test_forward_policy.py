@@ -44,6 +44,7 @@ def width_inside(state, apply=WITNESS.apply):
     return under_policy(state, lambda: width_of(state, apply))
 
 
+@pytest.mark.slow
 def test_a_float32_teacher_stays_float32(state):
     # In distillation, neither the teacher's inputs nor its results are rounded.
     teacher = CNN((4,), 1, dtype=jnp.float32)

@@ -17,7 +17,7 @@ from tests.policy.forward_models import normal, products
 from tests.support.programs import evaluate
 from tests.support.states import SGD, make
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.slow, pytest.mark.standard_promotion]
 
 HALF = {"O2": "float16", "O5": "bfloat16"}
 WIDTH, X = 8, normal(2, 6, 8)

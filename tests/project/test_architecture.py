@@ -7,7 +7,6 @@ import pydoc
 
 import jamp
 from tests import surface
-from tests.conftest import SLOW
 from tests.support.pages import ROOT
 
 PACKAGES = ("pallas_kernels", "jamp")
@@ -114,12 +113,6 @@ def test_packages_import_only_from_layers_below():
 
 def test_imports_make_no_cycle():
     tuple(graphlib.TopologicalSorter(graph()).static_order())
-
-
-def test_slow_tests_exist():
-    for entry in SLOW:
-        file, _, name = entry.partition("[")[0].partition("::")
-        assert f"def {name}" in (ROOT / "tests" / f"{file}.py").read_text(), entry
 
 
 def test_files_are_short_and_have_a_docstring():

@@ -5,6 +5,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import jamp
 from tests.support import subprocesses
@@ -17,6 +18,7 @@ LATE = (
 )
 
 
+@pytest.mark.slow
 def test_a_step_loads_neither_pallas_nor_unused_packages():
     imported, stepped, used = json.loads(subprocesses.run("tests.project.test_import"))
     assert imported == stepped == []

@@ -13,7 +13,7 @@ import pytest
 from benchmarks import lean, lean_cases, lean_transformers
 from tests.support.extent import more
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.slow, pytest.mark.standard_promotion]
 
 
 class Bound(NamedTuple):

@@ -145,6 +145,7 @@ def test_a_habit_is_the_right_step_or_a_skip(name, level):
 # The table of the origins of gradients
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion
 def test_results_do_not_depend_on_the_table(monkeypatch):
     state = begin("O2", jo.fused_adam(0.5), num_losses=2)
@@ -173,13 +174,19 @@ def test_results_do_not_depend_on_the_table(monkeypatch):
     assert skips == [[0, 0, 0], [1, 2, 3], [0, 1, 1]]
 
 
+@pytest.mark.slow
 def test_the_table_keeps_no_array_alive():
     state = begin("O2")
 
     def step(state, x):
         grads = grads_of(state, x)
-        assert all(map(unscaled.raw_of, jax.tree.leaves(grads)))
-        assert unscaled.raw_of(2 * grads["w"]) is None
+        leaves = jax.tree.leaves(grads)
+        assert len(unscaled.origin_of(leaves).scaled) == len(leaves)
+        for k, x in enumerate(leaves):  # a changed leaf, and an omitted one
+            changed = unscaled.origin_of([*leaves[:k], 2 * x, *leaves[k + 1 :]])
+            assert changed == (unscaled.Origin(0) if k else None)
+            omitted = unscaled.origin_of(leaves[:k])
+            assert omitted == (unscaled.Origin(0) if k else None)
         return state.apply_gradients(grads=grads)
 
     gc.collect()  # frees arrays of other tests
@@ -187,7 +194,8 @@ def test_the_table_keeps_no_array_alive():
     with jax.checking_leaks():
         jax.jit(step)(state, XS[0])
     grads = grads_of(state, XS[0])
-    assert unscaled.raw_of(grads["w"]).grad is None  # the half array is freed
+    origin = unscaled.origin_of(jax.tree.leaves(grads))
+    assert origin.finite and origin.scaled is None  # the half arrays are freed
     del grads
     gc.collect()
     assert len(unscaled._table) == before
@@ -260,3 +268,38 @@ def test_who_computes_with_gradients_reads_them_once_more():
     plain = {tx: traffic(lambda g: g, tx) for tx, *_ in rows}
     for tx, edit, reads in rows:
         assert traffic(edit, tx) - plain[tx] <= 1.01 * reads * one_read
+
+
+class Odd(optax.GradientTransformation):
+    """A transformation whose attributes have the names of ours."""
+
+    @property
+    def inner(self):
+        raise AssertionError("asked an unknown transformation")
+
+    all_finite = rule = inner
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_unknown_transformation_is_asked_only_for_init_and_update(level):
+    state = begin(level, Odd(*optax.sgd(0.5)))
+    state = state.apply_gradients(grads=grads_of(state, XS[0]))
+    assert state.step == 1
+
+
+def test_a_type_error_in_a_loss_gets_a_note_only_if_it_has_other_arguments():
+    def broken(params, x):
+        return params["w"].nothing(x) if x is None else len(params["w"], x)
+
+    state = begin("O2")
+    for loss, args, noted in (
+        (broken, (1.0,), False),
+        (broken, (None,), False),  # an AttributeError
+        (broken, (1.0, 2.0), True),
+        (broken, (), True),
+        (max, (1.0,), False),  # it has no signature
+    ):
+        with pytest.raises((TypeError, AttributeError)) as error:
+            jamp.scaled_grad(loss)(state, *args)
+        notes = "".join(getattr(error.value, "__notes__", ()))
+        assert ("jamp called loss_fn" in notes) == noted

@@ -45,6 +45,7 @@ def exact(size=1.0):
     return (np.eye(3) - RATE * hessian) @ (2 * (fast @ x - 1) * x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", INNER)
 @pytest.mark.parametrize("level", TOLERANCE)
 def test_the_second_derivative_is_right_at_every_level(level, how):

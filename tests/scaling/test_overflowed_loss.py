@@ -59,6 +59,7 @@ def test_a_static_scale_skips_only_if_it_checks(rule):
     assert all_nan(grads) == (rule != 128.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("averaged", [True, False])
 def test_one_overflowed_loss_on_a_mapped_axis_skips_all(averaged):
     mesh = jax.make_mesh((1,), ("i",), axis_types=(AxisType.Auto,))

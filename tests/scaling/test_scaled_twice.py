@@ -1,4 +1,4 @@
-"""Test the errors for a loss that is scaled twice, or gradients unscaled twice."""
+"""Test `unscale` of unscaled gradients, and correct uses of `scale_loss`."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,6 @@ import optax
 import pytest
 
 import jamp
-from jamp import fp16_utils
 from tests.support.states import make, wide
 
 LEVELS = ("O0", "O1", "O2")
@@ -29,69 +28,23 @@ def scaled(state, params):
 
 grads_of = jamp.scaled_grad
 own = lambda s, f: jax.grad(f)(s.params)  # noqa: E731
-RETURN, ONE = "Delete the call of jamp.scale_loss", "Delete one of the two calls"
-UNSCALE = "Delete the call of jamp.unscale"
-
-
-def in_the_loss(wrap, **options):
-    """Differentiates a wrapped loss that calls `scale_loss`."""
-    return lambda s: grads_of(wrap(lambda p: scaled(s, p)), **options)(s)
-
-
-OLDER = fp16_utils.FP16_Optimizer(optax.sgd(1.0), verbose=False)
-HALF = {"w": np.float16(W)}
-# A mistake, and the call to delete.
-WRONG = {
-    "in the loss": (in_the_loss(lambda f: f), RETURN),
-    "beside a penalty": (in_the_loss(lambda f: lambda p: f(p) + 1), RETURN),
-    "with aux": (in_the_loss(lambda f: lambda p: (f(p), 1), has_aux=True), RETURN),
-    "in a jit of the loss": (in_the_loss(jax.jit), RETURN),
-    "in a checkpoint": (in_the_loss(jax.checkpoint), RETURN),
-    "in a closure": (
-        lambda s: jax.grad(jamp.closure(lambda p: scaled(s, p))(s))({"w": X}),
-        RETURN,
-    ),
-    "in another's loss": (
-        lambda s: grads_of(lambda p: scaled(begin("O2"), p))(s),
-        RETURN,
-    ),
-    "in FP16_Optimizer": (
-        lambda s: OLDER.backward(OLDER.init(HALF), lambda p: scaled(s, p)),
-        RETURN,
-    ),
-    "scaled twice": (lambda s: own(s, lambda p: jamp.scale_loss(scaled(s, p), s)), ONE),
-    "unscale of scaled_grad": (
-        lambda s: jamp.unscale(grads_of(loss_fn)(s), s),
-        UNSCALE,
-    ),
-    "unscale twice": (
-        lambda s: jamp.unscale(jamp.unscale(own(s, lambda p: scaled(s, p)), s), s),
-        UNSCALE,
-    ),
+TWICE = {
+    "scaled_grad": lambda s: grads_of(loss_fn)(s),
+    "unscale": lambda s: jamp.unscale(own(s, lambda p: scaled(s, p)), s),
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", TWICE)
 @pytest.mark.parametrize("level", LEVELS)
-def test_it_raises_while_tracing_and_says_what_to_delete(level, name):
-    call, says = WRONG[name]
-    state = begin(level)
+def test_unscale_of_unscaled_gradients_raises(level, name):
+    state, call = begin(level), lambda s: jamp.unscale(TWICE[name](s), s)
     for run in (call, jax.jit(call)):
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match="Delete the call of jamp.unscale"):
             run(state)
-    assert not np.isnan(grads_of(loss_fn)(state)["w"]).any()  # the error left no trace
 
 
 def summed(grads, more):
     return jax.tree.map(lambda a, b: (a + b) / 2, grads, more)
-
-
-def test_unscale_of_a_mean_of_unscaled_gradients_raises_under_jit():
-    def step(s):
-        return jamp.unscale(summed(grads_of(loss_fn)(s), grads_of(loss_fn)(s)), s)
-
-    with pytest.raises(ValueError, match=UNSCALE):
-        jax.jit(step)(begin("O2"))
 
 
 def sharpness_aware(s):

@@ -1,7 +1,6 @@
 """Test `state_dict`, `load_state_dict` and `check`."""
 
 import collections
-import contextlib
 import json
 import re
 
@@ -104,7 +103,10 @@ def test_load_state_dict_names_a_misfit():
 
 
 def test_only_states_of_concrete_arrays_are_accepted():
-    on_host = {jamp.check: "(?s)concrete|traced", jamp.state_dict: "outside of `jit`"}
+    on_host = {
+        jamp.check: "(?s)concrete|traced|inside jit",
+        jamp.state_dict: "outside of `jit`",
+    }
     for call in (*on_host, lambda s: jamp.load_state_dict(s, ONE)):
         with pytest.raises(TypeError, match="AmpState .* got dict"):
             call({"w": 1.0})
@@ -180,82 +182,8 @@ def test_the_number_of_skips_is_a_positive_integer():
             jamp.check(make(), max_consecutive_skips=bad)
 
 
-# jamp.check and states that do not move
-
-
-def guarded(guard, donate=False):
-    """Returns the step of a float32 script with its own guard."""
-
-    def train_step(state, x):
-        grads = jamp.scaled_grad(loss_fn)(state, x)
-        norm = optax.tree.norm(grads)
-        new = state.apply_gradients(grads=grads)
-        if guard == "cond":
-            return jax.lax.cond(jnp.isfinite(norm), lambda: new, lambda: state)
-        if guard == "select":
-            return jax.tree.map(lambda a, b: jnp.where(norm < 100, a, b), new, state)
-        return new
-
-    return jax.jit(train_step, donate_argnums=(0,) if donate else ())
-
-
-@pytest.mark.parametrize("guard", ["none", "cond", "select"])
-@pytest.mark.parametrize("level, x, donate", [("O1", 1e34, False), ("O2", 3.0, True)])
-def test_a_guard_that_keeps_the_state_is_noticed(guard, level, x, donate):
-    state, train_step = make(level), guarded(guard, donate)  # x * 2**16 overflows
-    raised = []
-    for _ in range(5):
-        state = train_step(state, jnp.float32(x))
-        try:
-            jamp.check(state, max_consecutive_skips=4, verbosity=0)
-            raised.append("")
-        except FloatingPointError as error:
-            raised.append(str(error))
-    assert raised[:4] == [""] * 4
-    words = r"4 new states .* step \(0\) .* skipped_steps \(0\).*where\(ok, g, jnp.nan"
-    assert bool(re.search(words, raised[4])) == (guard != "none")
-
-
-def renewed(state):
-    """Returns the state in new arrays, like a step that keeps it."""
-    return jax.tree.map(lambda x: jnp.array(x, copy=True), state)
-
-
-def test_what_stands_still_on_purpose_is_no_stall():
-    state = after(1)
-    checkpoint, train_step = jamp.to_checkpoint(state), guarded("none")
-    twins = [step(make(), 1.0), step(make(), 2.0)]  # with equal counters
-    evaluated = jax.jit(lambda state: (state, state.params["w"].sum()))
-    frozen = states.make("O2", {"w": jnp.ones(3)}, None)
-    for i in range(6):
-        jamp.check(state, 2)  # an evaluation
-        state = evaluated(state)[0]
-        jamp.check(jamp.from_checkpoint(state, checkpoint), 2)
-        jamp.check(renewed(frozen), 2)
-        for k in range(2):
-            jamp.check(twins[k], 2)
-        if i % 2:  # both move, the first without a step, like a target network
-            moved = jax.tree.map(lambda x: x + 1, jamp.master_params(twins[0]))
-            twins[0] = renewed(twins[0].replace(params=moved))
-            twins[1] = train_step(twins[1], jnp.float32(0.5))
-        else:
-            twins = [renewed(twins[0]), twins[1]]
-
-
-def test_check_tracks_each_state_separately():
-    stalled, train_step = make(), guarded("none")
-    trained = states.make("O2", {"w": jnp.ones(2)})
-    for i in range(4):
-        stalled, trained = renewed(stalled), train_step(trained, jnp.float32(0.5))
-        jamp.check(trained, 3)
-        if i < 3:
-            jamp.check(stalled, 3)
-    with pytest.raises(FloatingPointError, match="3 new states"):
-        jamp.check(stalled, 3)
-
-
 def test_it_prints_skips_as_apex_does(capsys):
-    # apex_semantics 4.4, apex/amp/handle.py. Each call of check prints new skips.
+    # apex_semantics 4.4, apex/amp/handle.py
     line = (
         "Gradient overflow.  Skipping step, loss scaler {} reducing loss scale to {}\n"
     )
@@ -263,17 +191,16 @@ def test_it_prints_skips_as_apex_does(capsys):
     jamp.check(state)
     for xs, losses, text in (
         ((0.5,), (0,), ""),
-        ((np.inf, np.inf, 0.5), (1, 1, 1), line.format(1, 16384.0)),
-        ((np.inf,), (0,), line.format(0, 32768.0)),
+        ((np.inf, np.inf), (1, 1), line.format(1, 16384.0)),
+        ((0.5,), (0,), line.format(1, 16384.0)),  # the last step of loss 1
         ((0.5,), (1,), ""),
+        ((np.inf,), (0,), line.format(0, 32768.0)),
     ):
         for x, loss_id in zip(xs, losses, strict=True):
             state = step(state, x, loss_id)
         capsys.readouterr()
         jamp.check(state)
         assert capsys.readouterr().out == text
-        jamp.check(state)
-        assert capsys.readouterr().out == ""
     jamp.check(step(state, np.inf), verbosity=0)
     assert capsys.readouterr().out == ""
 
@@ -282,7 +209,6 @@ def test_it_prints_skips_as_apex_does(capsys):
     ("rule", "scale"),
     [
         (jamp.DynamicLossScale(hysteresis=2), 65536.0),
-        (jamp.DynamicLossScale(8.0, min_scale=8.0, hysteresis=2), 8.0),
         (jamp.StaticLossScale(1.0, check=True), 1.0),
     ],
 )
@@ -290,7 +216,7 @@ def test_it_says_reducing_only_if_the_scale_fell(rule, scale, capsys):
     state = make(loss_scale=rule)
     jamp.check(state)
     capsys.readouterr()
-    with contextlib.suppress(FloatingPointError):  # at its floor
-        jamp.check(step(state, np.inf))
+    state = step(state, np.inf)
+    jamp.check(state)
     line = f"Skipping step, loss scaler 0 keeping loss scale {scale}\n"
     assert capsys.readouterr().out == f"Gradient overflow.  {line}"

@@ -352,21 +352,6 @@ def grads_of(state, key, slope, loss_id=0):
     return {key: jamp.scaled_grad(loss_fn, wrt=key, loss_id=loss_id)(state)}
 
 
-def test_fields_of_groups_are_selected_by_their_keys():
-    zero, one = jnp.zeros(2, jnp.float32), jnp.ones(2, jnp.float32)
-    state = pair(num_losses=2, stats={"d": zero, "g": zero}, shared=zero)
-    good, bad = grads_of(state, "d", 2.0**-6), grads_of(state, "g", jnp.inf, 1)
-    fields = {"stats": {"d": one, "g": one}, "shared": one}
-    after = state.apply_gradients(grads=[good, bad], loss_id=[0, 1], **fields)
-    assert after.stats["d"].tolist() == [1, 1]
-    assert after.stats["g"].tolist() == [0, 0]
-    # A field without groups changes only if all covered groups were clean.
-    assert after.shared.tolist() == [0, 0]
-    after = state.apply_gradients(grads=good, **fields)
-    assert after.shared.tolist() == [1, 1]
-    assert after.stats["g"].tolist() == [0, 0]
-
-
 def test_gradients_of_groups_in_the_wrong_container_are_refused():
     tree = {"w": jnp.ones(2, jnp.float32)}
     of_dict, wrong = pair(), "container of `state.params`, with the keys .* None for .*"
@@ -535,9 +520,7 @@ def test_another_rule_replaces_the_scale():
     scaled = jamp.scale_loss(jnp.float32(1), state)
     assert float(state.loss_scale) == 128 == float(scaled)
     of_seeds = jax.tree.map(lambda x: jnp.stack([x, x]), state)
-    with jax.transfer_guard("disallow"):
-        scales = of_seeds.loss_scale
-    assert scales.tolist() == [128, 128]
+    assert of_seeds.loss_scale.tolist() == [128, 128]
     assert jax.eval_shape(lambda: state).loss_scale.shape == ()
 
 

@@ -68,6 +68,7 @@ SEARCHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SEARCHES)
 def test_lbfgs_reaches_the_minimum(name):
     tx, level, above = SEARCHES[name]

@@ -12,7 +12,10 @@ import jamp.nnx
 from benchmarks import h200
 from tests.support.bits import assert_same_bits, copy
 
-pytestmark = pytest.mark.standard_promotion  # as in a user's program
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.standard_promotion,
+]  # as in a user's program
 
 PARAMS = {"w": jnp.asarray([0.5, -0.25, 2.0]), "b": jnp.zeros(())}
 SGD = optax.sgd(0.125, momentum=0.5)

@@ -1,7 +1,7 @@
 """Test `jamp.initialize`: states, errors, warnings and the report."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import flax.struct
@@ -266,20 +266,14 @@ def test_batch_stats_and_keep_fp32_say_what_stays_float32(tree, tx, fields, kept
             assert_same_bits(state.batch_stats, fields["batch_stats"])
 
 
-class Pair(NamedTuple):
-    g: Any
-    d: Any
-
-
 PACKS = [
     list,
     tuple,
     lambda pair: dict(zip("gd", pair, strict=True)),
-    lambda x: Pair(*x),
 ]
 
 
-@pytest.mark.parametrize("pack", PACKS, ids=["list", "tuple", "dict", "NamedTuple"])
+@pytest.mark.parametrize("pack", PACKS, ids=["list", "tuple", "dict"])
 def test_groups_keep_their_container(pack):
     trees, txs = pack([params(), W]), pack([optax.sgd(0.5), optax.sgd(1.0)])
     state, one_each = make("O2", trees, txs), jax.tree.structure(pack([0, 0]))

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, namedtuple
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.core import FrozenDict
 from jax.extend.core import jaxpr_as_fun
 
 import jamp
@@ -333,36 +334,40 @@ def test_check_sees_one_of_two_losses_that_never_fits_their_scale(bad):
         jamp.check(state, max_consecutive_skips=5)
 
 
-@pytest.mark.parametrize("pack", [list, tuple])
-def test_a_field_is_per_group_only_if_it_is_a_mapping_of_their_keys(pack):
+@pytest.mark.parametrize("bad, moves", [(None, True), ("a", False), ("b", False)])
+def test_a_field_moves_if_all_groups_of_the_call_are_clean(bad, moves):
+    """A field may have the keys of the groups, or those of some."""
     tree, tx = {"w": jnp.ones(2)}, optax.sgd(1.0)
-    ema = optax.EmaState(count=jnp.int32(0), ema=jnp.zeros(()))
-    fields = {
-        "ema": ema,
-        "stats": (jnp.zeros(()),) * 2,
-        "own": {0: jnp.int32(0), 1: jnp.int32(0)},
-    }
-    state = make("O2", pack([tree, tree]), pack([tx, tx]), **fields)
-    new = {"ema": optax.EmaState(jnp.int32(1), jnp.ones(())), "stats": (1.0, 2.0)}
-    new["own"] = {0: jnp.int32(1), 1: jnp.int32(1)}
-    after = state.apply_gradients(grads=pack([like(tree, 0.5), None]), **new)
-    assert (after.ema.count, after.ema.ema) == (1, 1)
-    assert after.stats == (1, 2)
-    assert after.own == {0: 1, 1: 0}
+    fields = {"own": {"a": jnp.int32(0), "b": jnp.int32(0)}, "ema": jnp.zeros(())}
+    state = make("O2", {"a": tree, "b": tree}, {"a": tx, "b": tx}, **fields)
+    new = {"own": {"a": jnp.int32(1), "b": jnp.int32(2)}, "ema": jnp.ones(())}
+    grads = {k: like(tree, np.inf if k == bad else 0.5) for k in "ab"}
+    after = state.apply_gradients(
+        grads=(grads, {"b": grads["b"]}), loss_id=(0, 0), **new
+    )
+    assert (after.own, after.ema) == ((new["own"], 1) if moves else (fields["own"], 0))
+    # A call without a group also moves its entry.
+    after = state.apply_gradients(grads={"b": like(tree, 0.5)}, **new)
+    assert (after.own, after.ema) == (new["own"], 1)
 
 
-@pytest.mark.parametrize("pack", [OrderedDict, lambda x: defaultdict(list, x)])
-def test_a_mapping_keeps_its_type_so_that_a_scan_can_carry_it(pack):
+Two = namedtuple("Two", "a b")
+
+
+@pytest.mark.parametrize("pack", [OrderedDict, lambda x: Two(**x)])
+def test_a_container_of_groups_is_a_list_tuple_or_dict(pack):
     tree, tx = {"w": jnp.ones(2)}, optax.sgd(1.0)
-    field = pack({"b": jnp.int32(0), "a": jnp.int32(0)})
-    both = pack({"b": tree, "a": tree})
-    state = make("O2", both, pack({"b": tx, "a": tx}), own=field)
+    with pytest.raises(TypeError, match="list, tuple or dict of them, got"):
+        make("O2", pack({"a": tree, "b": tree}), pack({"a": tx, "b": tx}))
+
+
+def test_a_frozen_dict_keeps_its_type_so_that_a_scan_can_carry_it():
+    tree, tx = {"w": jnp.ones(2)}, optax.sgd(1.0)
+    state = make("O2", FrozenDict(b=tree, a=tree), FrozenDict(b=tx, a=tx))
 
     def step(state, _):
-        new = jax.tree.map(lambda n: n + 1, state.own)
-        return state.apply_gradients(grads={"b": like(tree, 0.25)}, own=new), None
+        return state.apply_gradients(grads={"b": like(state.params["b"], 0.25)}), None
 
     after, _ = jax.lax.scan(step, state, length=2)
-    assert after.own == {"b": 2, "a": 0}
     assert after.params["b"]["w"][0] == 0.5 and after.params["a"]["w"][0] == 1
     assert jax.tree.structure(after) == jax.tree.structure(state)

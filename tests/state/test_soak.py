@@ -17,6 +17,8 @@ import jamp.nnx
 from tests.oracles import loss_scale as oracle
 from tests.support.states import State, wide
 
+pytestmark = pytest.mark.slow
+
 STEPS = int(os.environ.get("JAMP_SOAK", 40))
 EVERY = STEPS // 20
 WARM = STEPS // 10  # steps until the allocator's buffers have their size

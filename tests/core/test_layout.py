@@ -1,0 +1,92 @@
+"""Test which leaves of params are trained, and how gradients are read."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jamp
+from jamp._core.layout import Layout
+
+F, N = np.ones(2, np.float32), np.arange(3)
+HALF = np.ones((), jnp.bfloat16)
+OWN = "_overwrite_with_gradient"
+# Params, the kind of each leaf in the order of JAX, and the trained params.
+PARAMS = {
+    "floats": ({"a": F, "b": [HALF]}, "tt", {"a": F, "b": [HALF]}),
+    "integers": ({"a": N, "b": F}, "ft", {"a": None, "b": F}),
+    "None": ({"a": None, "b": F, "c": (None, N)}, "ftff", None),
+    "one leaf": (F, "t", F),
+    "fp8": ({OWN: {"n": N, "s": F}, "params": {"w": F}}, "fot", {"w": F}),
+    "a name": ({"x": {OWN: {"s": F}}}, "t", {"x": {OWN: {"s": F}}}),
+    "others": ({OWN: {"s": F}, "params": {"w": F}, "z": F}, "otf", {"w": F}),
+}
+KINDS = {"t": "trained", "f": "fixed", "o": "overwritten"}
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_kinds_and_structures(name):
+    params, kinds, trained = PARAMS[name]
+    layout, leaves = Layout.of(params)
+    assert layout.kind == tuple(KINDS[k] for k in kinds)
+    if trained is not None:
+        assert layout.trained == jax.tree.structure(trained)
+    assert jax.tree.structure(layout.structure.unflatten(leaves)) == (
+        jax.tree.structure(params)
+    )
+    again, _ = Layout.of(jax.tree.map(np.copy, params))
+    assert again is layout  # it is made once for a structure
+    new = [object() for kind in kinds if kind == "t"]
+    filled = layout.fill(leaves, new)
+    assert layout.pick(filled) == new
+    rest = layout.pick(filled, "fixed") + layout.pick(filled, "overwritten")
+    assert all(any(x is y for y in leaves) for x in rest)
+
+
+GIVEN = {
+    "like the params": ({"a": F, "n": N}, True),
+    "None for integers": ({"a": F, "n": None}, True),
+    "float0": ({"a": F, "n": np.zeros(3, jax.dtypes.float0)}, True),
+    "another shape": ({"a": np.ones(3, np.float32), "n": None}, False),
+    "a missing leaf": ({"a": F}, False),
+    "None for a float": ({"a": None, "n": None}, False),
+    "an integer gradient": ({"a": np.ones(2, np.int32), "n": None}, False),
+    "an unexpected leaf": ({"a": F, "n": None, "c": F}, False),
+    "a list": ([F, None], False),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_gradients_are_read_or_refused(name):
+    grads, fits = GIVEN[name]
+    layout, leaves = Layout.of({"a": F, "n": N})
+    if fits:
+        found = layout.read_gradients(grads, leaves, "gradients", "fix it.")
+        assert found[0] is F and found[1] is None
+        return
+    with pytest.raises(ValueError, match="^gradients.*fix it"):
+        layout.read_gradients(grads, leaves, "gradients", "fix it.")
+
+
+@jax.tree_util.register_pytree_node_class
+class Unhashable:
+    """A node with static data that has no hash, which no jit takes."""
+
+    def __init__(self, w, names):
+        self.w, self.names = w, names
+
+    def tree_flatten(self):
+        return (self.w,), self.names
+
+    @classmethod
+    def tree_unflatten(cls, names, children):
+        return cls(*children, names)
+
+
+def test_params_with_unhashable_static_data_are_stepped_outside_of_jit():
+    params = {"model": Unhashable(jnp.ones(2), ["a", "list"])}
+    state = jamp.initialize(params, optax.sgd(0.5), "O0", verbosity=0)
+    grads = jamp.scaled_grad(lambda p: p["model"].w.sum())(state)
+    state = state.apply_gradients(grads=grads)
+    np.testing.assert_array_equal(state.params["model"].w, [0.5, 0.5])
