@@ -18,7 +18,6 @@ from jax.extend import core as jc
 from jamp._autocast.case import Case
 from jamp._autocast.primitives import Rule, is_plain
 from jamp._autocast.program import is_float32
-from jamp._autocast.values import Value, Values
 from jamp._core.dtypes import FLOAT32
 
 

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import jamp
+from tests.support.extent import slow_except
 from tests.support.programs import equations
 
 LEVELS = "O0", "O1", "O2", "O3", "O4", "O5", "O6"
@@ -77,7 +78,7 @@ LOOKUPS = {
 
 
 @pytest.mark.parametrize("rows", [10_000, 1000])
-@pytest.mark.parametrize("name", LOOKUPS)
+@pytest.mark.parametrize("name", slow_except(["index", "linen", "slices"], LOOKUPS))
 def test_each_level_sums_the_gradient_of_a_table(name, rows):
     ids = np.minimum(IDS, rows - 1)
     want = summed(ids, rows)

@@ -290,7 +290,7 @@ def test_layers_and_gates_carry_half(fn):
 
 
 @pytest.mark.parametrize("name", IN_FLOAT32)
-@pytest.mark.parametrize("wrap", ["plain", "jit", "checkpoint"])
+@pytest.mark.parametrize("wrap", slow_except(["jit"], ["plain", "jit", "checkpoint"]))
 def test_loops_that_share_their_weights_carry_float32(wrap, name):
     def fn(ws, x):
         step = lambda h, x: AROUND[wrap](lambda h, x: IN_FLOAT32[name](ws, h, x))(h, x)  # noqa: E731

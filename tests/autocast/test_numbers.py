@@ -13,6 +13,7 @@ import pytest
 import scipy.special
 
 import jamp
+from tests.support.extent import slow_except
 from tests.support.programs import evaluate
 
 E = 1e-6
@@ -134,7 +135,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("level", HALVES)
+@pytest.mark.parametrize("level", slow_except(["O2", "O4"], HALVES))
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_numbers_next_to_1_keep_their_digits(name, level):
     function, want = FUNCTIONS[name]

@@ -33,7 +33,8 @@ UNDOCUMENTED = (
     "remat_opt DropVar ad_util call_wrapped jvp_jaxpr_fun fwd_jaxpr_thunk fwd_jaxpr "
     "out_trees with_unknown_names call_jaxpr num_consts num_carry ft_in cond_jaxpr "
     'cond_nconsts body_jaxpr body_nconsts .aval.update "Zero" .name_stack) '
-    "bind_with_trace get_referent partial_eval_jaxpr_custom_rules lowering_parameters"
+    "bind_with_trace get_referent partial_eval_jaxpr_custom_rules lowering_parameters "
+    "get_bind_params current_name_stack"
 ).split()
 INTERNALS = {
     "pallas_kernels._compat",
@@ -44,6 +45,7 @@ INTERNALS = {
     "jamp._autocast.frames",
     "jamp._autocast.hijax",
     "jamp._autocast.pins",
+    "jamp._autocast.run",
     "jamp._core.tracers",
     "jamp._fp8.outermost",
 }
