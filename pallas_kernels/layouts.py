@@ -38,7 +38,7 @@ def _lower_on_cuda(ctx: Any, x: Any) -> Any:
 
 # This is a primitive because `jax.lax.platform_dependent` would also lower the
 # constraint in an export.
-_row_major = Primitive("row_major")
+_row_major = Primitive("jamp_row_major")
 _row_major.def_impl(jax.jit(lambda x: _row_major.bind(x)))
 _row_major.def_abstract_eval(lambda x: x)
 ad.deflinear2(_row_major, lambda cotangent, _: [cotangent])

@@ -78,7 +78,7 @@ def _derivative(primals: Any, tangents: Any, backward: bool) -> tuple[Array, Any
     return _pin.bind(*primals, backward=backward), *tangents
 
 
-_pin = Primitive("residual")  # JAX has a primitive named `pin`
+_pin = Primitive("jamp_residual")
 _pin.def_impl(lambda x, backward: x)
 _pin.def_abstract_eval(lambda x, backward: x)
 ad.primitive_jvps[_pin] = _derivative

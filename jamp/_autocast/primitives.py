@@ -157,9 +157,9 @@ ROWS = (
         "all_gather_reduced all_to_all ragged_all_to_all ppermute",
         "elementwise rounds: select_n",
         "elementwise: PrimalLeftTangentRight",
-        "same: stop_gradient repeated",
-        "mark: name CheckpointName CheckpointNameFwd optimization_barrier apart "
-        "residual sharding_constraint layout_constraint row_major made "
+        "same: stop_gradient jamp_repeated",
+        "mark: name CheckpointName CheckpointNameFwd optimization_barrier jamp_apart "
+        "jamp_residual sharding_constraint layout_constraint jamp_row_major jamp_made "
         "with_memory_space_constraint reshard device_put pbroadcast pvary "
         "reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast "
         "vary_unreduced_cast_p",

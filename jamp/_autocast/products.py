@@ -72,7 +72,7 @@ def _multiply(
 
 _on_cuda = functools.partial(_multiply, on_cuda=True)
 _elsewhere = functools.partial(_multiply, on_cuda=False)
-_product = Primitive("product")
+_product = Primitive("jamp_product")
 _OPTIONS = ("axes", "half", "dtype", "sharding")
 _product.def_impl(
     jax.jit(

@@ -249,7 +249,7 @@ def _converted(wide: jc.Var, var: jc.Var) -> jc.JaxprEqn:
     return jax_internals.conversion(wide, dtype_of(var), None).replace(outvars=[var])
 
 
-_made = Primitive("made")  # its operand, which a CPU computes before its readers
+_made = Primitive("jamp_made")  # its operand, which a CPU computes before its readers
 _made.def_impl(lambda x: x)
 _made.def_abstract_eval(lambda x: x)
 ad.deflinear2(_made, lambda cotangent, _: [cotangent])

@@ -104,9 +104,9 @@ def _softmax(axes: tuple[int, ...], half: DTypeLike) -> Callable[[Array], Array]
     def derivative(primals, tangents):
         (x,), (t,) = primals, tangents
         y = softmax(x)
-        kept = name_p.bind(y.astype(half), name="softmax")
+        kept = name_p.bind(y.astype(half), name="jamp_softmax")
         x, total = jax.lax.platform_dependent(kept, y, tpu=exact, default=rounded)
-        return y, linear(x / name_p.bind(total, name="softmax"), t)
+        return y, linear(x / name_p.bind(total, name="jamp_softmax"), t)
 
     def exact(_, y):
         return y, jnp.ones_like(y.sum(axes, keepdims=True))

@@ -88,7 +88,7 @@ def apart(tangent: Array) -> Array:
 
 
 # This is a primitive because `jax.lax.platform_dependent` would trace two programs.
-_apart = Primitive("apart")
+_apart = Primitive("jamp_apart")
 _apart.def_impl(lambda x: x)
 _apart.def_abstract_eval(lambda x: x)
 ad.deflinear2(_apart, lambda cotangent, _: [apart(cotangent)])
@@ -116,7 +116,7 @@ def _rounded(cotangent: Array, x: Any, half: DTypeLike) -> list[Array]:
 
 
 # This is a primitive because islands contain only primitives.
-_repeated = Primitive("repeated")
+_repeated = Primitive("jamp_repeated")
 _repeated.def_impl(lambda x, half: x)
 _repeated.def_abstract_eval(lambda x, half: x)
 ad.deflinear2(_repeated, _rounded)

@@ -182,7 +182,7 @@ def _batched_quantize(args: Any, dims: Any, **params: Any) -> Any:
     return _quantize.bind(*args, **params), [*dims, None]
 
 
-_quantize = Outermost("quantize", lambda of: of is Of.SHARED)
+_quantize = Outermost("jamp_quantize", lambda of: of is Of.SHARED)
 _quantize.multiple_results = True
 _quantize.def_impl(jax.jit(_quantized, static_argnames="of"))
 _quantize.def_abstract_eval(_types_of_quantized)
@@ -214,7 +214,7 @@ def _raise(*_: Any) -> Any:
     raise NotImplementedError(_SECOND)
 
 
-_once = Primitive("fp8_once")
+_once = Primitive("jamp_fp8_once")
 _once.def_impl(lambda x: x)
 _once.def_abstract_eval(lambda x: x)
 ad.primitive_jvps[_once] = _raise
@@ -321,7 +321,7 @@ def _type_of_linear(*avals: Any, **params: Any) -> Any:
     return jax.make_jaxpr(fn)(*avals).out_avals[0]
 
 
-_linear = Primitive("fp8_derivative")
+_linear = Primitive("jamp_fp8_derivative")
 _linear.def_impl(jax.jit(_of_tangent, static_argnames=("numbers", "half", "first")))
 _linear.def_abstract_eval(_type_of_linear)
 ad.primitive_jvps[_linear] = _jvp_of_linear

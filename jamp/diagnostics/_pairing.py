@@ -138,8 +138,8 @@ def _label_of(site: Site) -> Label | None:
     ):
         return None
     shapes = tuple(getattr(v.aval, "shape", ()) for v in eqn.outvars)
-    # A weight's gradient in a loop is a `product` at levels with autocast.
-    name = "dot_general" if name == "product" else primitive_name(eqn)
+    # A weight's gradient in a loop is a `jamp_product` at levels with autocast.
+    name = "dot_general" if name == "jamp_product" else primitive_name(eqn)
     return Label(site.module, site.phase, name, shapes, site.line)
 
 

@@ -26,11 +26,11 @@ _MOST_TRIPS = 100_000
 # Equations that return their operands, and only set types or schedules.
 _MARKS = (
     "optimization_barrier",
-    "apart",
-    "residual",
-    "repeated",
-    "row_major",
-    "made",
+    "jamp_apart",
+    "jamp_residual",
+    "jamp_repeated",
+    "jamp_row_major",
+    "jamp_made",
     "pvary",
 )
 

@@ -23,7 +23,7 @@ _WRAPPED = re.compile(r"\b(?:jvp|transpose|vmap|checkpoint|remat|jit)\(([^()]*)\
 _MARKS = re.compile(r"^(jamp_\w+.*|rematted_computation|checkpoint|.*->.*|)$")
 _REGION = re.compile(r"\bjamp_\w+\([^()]*\)")
 # jamp's casts to fp8, whose results have another scale than their operands.
-TO_FP8 = ("quantize", "fp8_once")
+TO_FP8 = ("jamp_quantize", "jamp_fp8_once")
 MOVES = tuple(map(Shape, "same mark reshape rearrange repeat move".split()))
 
 

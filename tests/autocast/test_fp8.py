@@ -193,7 +193,7 @@ def test_wherever_products_run_in_half(level):
 
 
 def test_an_operand_of_several_products_is_quantized_once():
-    found = equations(STEP, ["quantize"], state_of(TRANSFORMER), X)
+    found = equations(STEP, ["jamp_quantize"], state_of(TRANSFORMER), X)
     found = [e.params["of"] for e in found]
     # The inputs are h for q, k and v, and the attention for out.
     assert (found.count(Of.INPUT), found.count(Of.WEIGHT)) == (2, 4)
@@ -383,7 +383,7 @@ def test_a_weight_that_a_scan_shares_is_quantized_once(name):
         {
             e.params["of"]
             for e in walk(scan.params["jaxpr"])
-            if e.primitive.name == "quantize"
+            if e.primitive.name == "jamp_quantize"
         }
         for scan in scans
     ]

@@ -357,3 +357,13 @@ def test_a_norm_casts_once_or_apart_from_its_statistics(promote, casts):
     program = jax.make_jaxpr(jamp.autocast(norm, promote=promote))(jnp.eye(8))
     wide = [e for e in program.eqns if e.params.get("new_dtype") == jnp.float32]
     assert [e.invars[0].aval.shape for e in wide[:-1]] == casts * [(8, 8)]
+
+
+def test_a_users_checkpoint_policy_saves_no_value_of_jamp():
+    """The names of jamp's own values begin with `jamp_`."""
+    fn = jamp.autocast(lambda w, x: jax.nn.softmax(x @ w) @ w)
+    policies = jax.checkpoint_policies
+    nothing = kept(jax.checkpoint(fn, policy=policies.nothing_saveable))
+    for name in ("softmax", "residual"):
+        policy = policies.save_only_these_names(name)
+        assert kept(jax.checkpoint(fn, policy=policy)) == nothing

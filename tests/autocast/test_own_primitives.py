@@ -48,7 +48,7 @@ def test_these_are_all_primitives_of_jamp():
             if not module.name.endswith("__main__"):
                 values = vars(importlib.import_module(module.name)).values()
                 found |= {x.name for x in values if _is_own(x)}
-    assert found == {name.partition(" ")[0] for name in LINEAR | OTHERS}
+    assert found == {f"jamp_{name.partition(' ')[0]}" for name in LINEAR | OTHERS}
 
 
 def _is_own(x):

@@ -9,7 +9,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 PRODUCTS = frozenset(
-    "conv_general_dilated dot_general ragged_dot_general product".split()
+    "conv_general_dilated dot_general ragged_dot_general jamp_product".split()
 )
 FAST = {"xla_backend_optimization_level": 0}
 WIDE = frozenset(("float32", "float64", "f32", "f64"))  # the last two are XLA's names
