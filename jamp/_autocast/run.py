@@ -18,7 +18,7 @@ from jax.extend.source_info_util import current_name_stack, user_context
 from jamp._autocast.frames import frames_of
 
 # JAX 0.11 inlines a `jit` only without its name scopes.
-_INLINE = getattr(getattr(jax, "Inline", None), "JAX_EARLY", None)
+_INLINE: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", None)
 
 
 def run(program: jc.Jaxpr, values: Sequence[Any]) -> list[Any]:
