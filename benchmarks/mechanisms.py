@@ -212,7 +212,7 @@ MECHANISMS = {
     ),
     "float32 carries": Mechanism(
         "A sum with a float32 carry of a scan is float32.",
-        "case.Case._adds_to_carry",
+        "case.Case._reads_carry",
         _gives(False),
     ),
     "quantized once": Mechanism(

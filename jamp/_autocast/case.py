@@ -47,7 +47,8 @@ class Case:
         # Whether a result is float32 in the user's program, unlike a comparison's.
         self.has_float32_result = any([is_float32(v) for v in eqn.outvars])
         # Whether an operand, and whether the result, may be beyond half's range.
-        self.asks = self.result_asks = self.adds_to_carry = False
+        self.asks = self.result_asks = False
+        self.carried = self._reads_carry()
         # Whether it passes on, or compares with, a number that half may change.
         self.keeps_digits = False
         self.bias: jc.Var | None = None
@@ -56,8 +57,6 @@ class Case:
             self.asks = self._asks()
             self.result_asks = self.asks and self._passes_numbers()
             self.keeps_digits = values.half in self.votes and self._keeps_digits()
-            if any([value.carried for value in given]):
-                self.adds_to_carry = self._adds_to_carry()
             if name == "add" and values.half in self.votes:
                 self.bias = self._bias()
             self.vote = self._vote()
@@ -147,7 +146,7 @@ class Case:
         """Returns the dtype that the results ask for."""
         votes, half = self.votes, self.values.half
         asks = self.result_asks or self.keeps_digits
-        if asks or self.adds_to_carry or self._picks():
+        if asks or self.carried or self._picks():
             return FLOAT32
         if not votes:
             literal = self.rule is Rule.MOVE or is_weak_scalar(self.eqn.outvars[0])
@@ -189,12 +188,14 @@ class Case:
         return joins and not self._shrinks()
 
     def _keeps_digits(self) -> bool:
-        """Whether it does not round, and an operand is a number that half may change.
+        """Whether it does not round, and half may change an operand.
 
-        `clip(x, max=1 - 1e-6)` is below 1, so that its reader may divide by `1 - x`.
+        `clip(x, max=1 - 1e-6)` is below 1, so that its reader may divide by `1 - x`. A
+        move counts only numbers: `concatenate` joins two arrays in half (narrowest).
         """
-        if self.rule is not Rule.MOVE and self.traits.rounds:
-            return False
+        if self.rule is not Rule.MOVE:
+            numbers = [x.changes or x.vote == FLOAT32 for x in self.given]
+            return not self.traits.rounds and any(numbers)
         pairs = zip(self.eqn.invars, self.given, strict=True)
         return any([x.changes or _is_float32_number(v, x) for v, x in pairs])
 
@@ -216,16 +217,9 @@ class Case:
             return all([n == 1 for n in self.eqn.params["slice_sizes"]])
         return self.traits.shape is Shape.REDUCE
 
-    def _adds_to_carry(self) -> bool:
-        """Whether it moves, scales or returns a loop's float32 carry.
-
-        The product of a carry and a gate may run in half, as in an LSTM.
-        """
-        moves = self.traits.keeps_range or self.rule is Rule.MOVE
-        pairs = zip(self.eqn.invars, self.given, strict=True)
-        others = [v for v, x in pairs if not x.carried and is_float32(v)]
-        scales = self.traits.reads_operands and all(size_of(v) == 1 for v in others)
-        return moves or scales or self.eqn.outvars[0] in self.values.results
+    def _reads_carry(self) -> bool:
+        """Whether it computes from a float32 carry. A matmul's result is no carry."""
+        return self.rule is not Rule.HALF and any([x.carried for x in self.given])
 
     def _bias(self) -> jc.Var | None:
         """Returns the bias that it adds to a matmul in half, or None."""
@@ -266,7 +260,7 @@ class Case:
             is_input=values.is_input(self.eqn),
             invariant=self.traits.shape is Shape.RESHAPE and self.given[0].invariant,
             changes=None if in_half else values.changes(self.eqn, self.given),
-            carried=self.vote == FLOAT32 and self.adds_to_carry,
+            carried=self.carried,
         )
         return [
             value._replace(origin=origin)

@@ -119,8 +119,8 @@ def _half_carries(
     if values.widest:
         return set()
     starts = values.of(frame.operands[frame.consts : end])
-    of_model, slices = values.scope.policy.of_model, values.of(frame.operands[end:])
-    are_weights = [not of_model or value.is_half_param for value in slices]
+    of_model, inputs = values.scope.policy.of_model, values.of(frame.operands)
+    are_weights = [not of_model or value.is_half_param for value in inputs]
     in_half = half_carries(frame, are_weights)
     in_half = {i for i in in_half if starts[i].vote and not starts[i].asks}
     if not in_half:

@@ -91,10 +91,10 @@ TABLE = (
         "Its operands are in this dtype.",
     ),
     Row(
-        lambda case: case.adds_to_carry,
+        lambda case: case.carried,
         _FLOAT32,
         "carry",
-        "A loop carries its result in float32, so that a sum keeps its digits.",
+        "It reads a float32 carry of a loop, whose steps would lose their digits.",
     ),
     Row(
         lambda case: len(case.votes) == 1 and not case.is_half,

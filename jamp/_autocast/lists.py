@@ -37,7 +37,7 @@ LIBRARY_ROWS = (
         "jax.numpy.linalg.* jax.scipy.linalg.* jax.lax.linalg.* jax.scipy.stats.* "
         "jax.scipy.signal.* jax.scipy.spatial.* jax.numpy.cov jax.numpy.corrcoef "
         "jax.numpy.poly jax.numpy.polydiv jax.numpy.polyfit jax.numpy.polymul "
-        "jax.numpy.roots jax.random.multivariate_normal",
+        "jax.numpy.roots jax.numpy.interp jax.random.multivariate_normal",
         "Terms nearly cancel in linear algebra and statistics.",
         "torch: most raise in half, and none contains a matmul that is cast",
     ),

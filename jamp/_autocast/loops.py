@@ -14,11 +14,13 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend import core as jc
 
 from jamp._autocast.frames import Frame, frames_of, while_programs
 from jamp._autocast.primitives import Shape, is_matmul, primitive_name, traits_of
-from jamp._autocast.program import Atom, dtype_of, is_float
+from jamp._autocast.program import Atom, dtype_of, is_float, shape_of
+from jamp._autocast.sums import LOOKUPS
 
 type Tags = frozenset[Any]
 type TagRule = Callable[[jc.JaxprEqn, list[Tags]], Tags]
@@ -29,9 +31,12 @@ class On(enum.Enum):
 
     CARRY = "carry"  # the result of the last iteration
     UNGATED = "ungated"  # a carry that no gate multiplies
+    COUNTER = "counter"  # an integer of this iteration
+    WEIGHTS = "weights"  # the weights of all iterations
     WEIGHT = "weight"  # a weight of this iteration: sliced, or indexed by a counter
     LAYER = "layer"  # a matmul of a carry and a weight of this iteration
-    GATE = "gate"  # it is a sigmoid of a value with a carry, or 1 minus this
+    MATMUL = "matmul"  # a matmul of a carry
+    GATE = "gate"  # it is a sigmoid of such a matmul, or 1 minus this
     GATED = "gated"  # a product with a gate
     HALF = "half"  # a matmul in half
 
@@ -96,15 +101,29 @@ def _with_all(carries: Sequence[Tags], values: Sequence[Tags]) -> list[Tags]:
 def half_carries(frame: Frame, are_weights: Sequence[bool]) -> set[int]:
     """Returns the carries of a loop over layers, and those that gates multiply.
 
-    `are_weights` states whether each array that the loop slices may be a weight. A
-    carried integer is a counter, and an array that it indexes may also be a weight.
+    `are_weights` states whether each operand of the loop may be a weight, or the
+    weights of all iterations.
     """
-    given = [_NOTHING] * frame.consts
-    for v in frame.program.invars[frame.consts :][: frame.carries]:
-        given.append(_CARRY if is_float(v) else _WEIGHT)
-    given += [_WEIGHT if is_weight else _NOTHING for is_weight in are_weights]
+    given: list[Tags] = []
+    for i, (v, is_weight) in enumerate(
+        zip(frame.program.invars, are_weights, strict=True)
+    ):
+        is_const, is_carry = i < frame.consts, i < frame.consts + frame.carries
+        if not is_const and _is_counter(v):
+            tags = (On.COUNTER,)
+        elif is_carry and not is_const:
+            tags = (On.CARRY, On.UNGATED)
+        elif is_weight:
+            tags = (On.WEIGHTS,) if is_const else (On.WEIGHT,)
+        else:
+            tags = ()
+        given.append(frozenset(tags))
     found = enumerate(flow(frame.program, given, _by_carries)[: frame.carries])
     return {i for i, tags in found if On.LAYER in tags or _is_gated(tags)}
+
+
+def _is_counter(atom: Atom) -> bool:
+    return shape_of(atom) == () and jnp.issubdtype(dtype_of(atom), jnp.integer)
 
 
 def _is_gated(tags: Tags) -> bool:
@@ -112,16 +131,17 @@ def _is_gated(tags: Tags) -> bool:
 
 
 _NOTHING: Tags = frozenset()
-_CARRY, _WEIGHT = frozenset((On.CARRY, On.UNGATED)), frozenset((On.WEIGHT,))
 
 
 def _by_carries(eqn: jc.JaxprEqn, given: list[Tags]) -> Tags:
     name, union = primitive_name(eqn), _NOTHING.union(*given)
-    if is_matmul(eqn):
+    if name in LOOKUPS and On.COUNTER in union and On.WEIGHTS in given[0]:
+        union |= {On.WEIGHT}
+    if is_matmul(eqn) and On.CARRY in union:
         rest = [tags for tags in given[:2] if On.CARRY not in tags]
-        if On.CARRY in union and any(On.WEIGHT in tags for tags in rest):
-            union |= {On.LAYER}
-    if name == "logistic" and On.CARRY in union:
+        layer = {On.LAYER} if any(On.WEIGHT in tags for tags in rest) else _NOTHING
+        union |= {On.MATMUL} | layer
+    if name == "logistic" and On.MATMUL in union:
         return union | {On.GATE}
     if name == "mul" and On.GATE in union:
         return union - {On.GATE, On.UNGATED} | {On.GATED}

@@ -47,14 +47,16 @@ def _function_of(
 ) -> Callable[..., Any]:
     """Returns a function that binds an equation. Equal equations have the same one.
 
-    An effect refers to operands by position, so an equation with one stays bare.
+    An effect refers to operands by position, so an equation with one stays bare. So does
+    a primitive that binds itself, such as one that runs before a loop.
     """
     key = eqn.primitive, tuple(eqn.params.items())
-    frames = frames_of(eqn)
-    if eqn.effects or frames and frames[0].holder != "custom_jvp_call":
+    holders = [frame.holder for frame in frames_of(eqn)]
+    is_plain = not holders and type(eqn.primitive) is jc.Primitive
+    if eqn.effects or not (is_plain or holders == ["custom_jvp_call"]):
         return _bind(*key)
     try:
-        if not frames:
+        if not holders:
             return jit_of(*key)
         if key not in shared:
             shared[key] = jax.jit(_bind(*key), inline=_INLINE)

@@ -39,6 +39,7 @@ from jamp._autocast.program import (
 from jamp._core.dtypes import FLOAT32
 
 _NO_SOURCE = Source(0)
+_REFS = ("get", "swap")  # A Ref holds state between iterations, like a carry.
 # The elements of the result are elements of the operands, at fixed places.
 _PARTS = (
     *(Shape.SAME, Shape.MARK, Shape.RESHAPE),
@@ -66,7 +67,7 @@ class Value(NamedTuple):
     invariant: bool = False  # whether it is the same in all iterations of the loop
     # Whether half may change a constant; None for a value that is not a constant.
     changes: bool | None = None
-    # Whether a loop carries it in float32, or it is a sum with such a carry.
+    # Whether it is computed elementwise from a float32 carry of a loop, or from a Ref.
     carried: bool = False
 
     @property
@@ -104,8 +105,16 @@ def one_of(values: Sequence[Value]) -> Value:
     asks, carried = (
         any(getattr(value, name) for value in values) for name in ("asks", "carried")
     )
-    source = joint_source(values)
-    return Value(values[0].dtype, vote, asks, source=source, carried=carried)
+    source, changes = joint_source(values), joint_changes(values)
+    return Value(
+        values[0].dtype, vote, asks, source=source, changes=changes, carried=carried
+    )
+
+
+def joint_changes(values: Iterable[Value]) -> bool | None:
+    """Returns whether half may change one of several constants, see `Value.changes`."""
+    changes = [value.changes for value in values]
+    return None if None in changes or not changes else any(changes)
 
 
 def in_dtypes(values: Iterable[Value], dtypes: Sequence[Any]) -> list[Value]:
@@ -230,6 +239,7 @@ class Values:
                 source=source,
                 is_input=is_input,
                 changes=changes,
+                carried=self.scope.carried or eqn.primitive.name in _REFS,
             )
             for v in eqn.outvars
         ]
@@ -242,11 +252,12 @@ class Values:
 
     def changes(self, eqn: jc.JaxprEqn, given: Sequence[Value]) -> bool | None:
         """Returns the field of `Value` for the results of an equation."""
-        changes = [value.changes for value in given]
-        if None in changes or not changes:
-            return None
-        moves = traits_of(eqn.primitive.name).shape in (*_PARTS, Shape.MOVE)
-        return any(changes) if moves else True
+        # A mask or an index may choose among constants.
+        pairs = zip(eqn.invars, given, strict=True)
+        floats = [value for v, value in pairs if is_float(v)] or given
+        changes, name = joint_changes(floats), eqn.primitive.name
+        moves = traits_of(name).shape in (*_PARTS, Shape.MOVE) or name == "select_n"
+        return changes if moves or changes is None else True
 
     def ruling(
         self, eqn: jc.JaxprEqn, name: str, given: Sequence[Value]
@@ -255,8 +266,7 @@ class Values:
         rule, region = ruling(self.scope, eqn, name, self._region(eqn, name))
         if rule is not Rule.HALF or region or not self.scope.policy.of_model:
             return rule, region
-        weights = any(value.is_half_param for value in given)
-        if not weights and any(value.is_kept_param for value in given):
+        if any(value.is_kept_param for value in given):
             return Rule.FLOAT32, KEPT
         of_model = any(Source.HALF in value.source for value in given)
         return (rule, region) if of_model else (Rule.FLOAT32, NO_MODEL)

@@ -313,6 +313,78 @@ def test_a_carry_that_only_holds_activations_is_half_with_narrowest(promote, str
     assert found == [stream, "float32", "float32"]
 
 
+# Loops over 1,000 rows, with float32 carries. In half, their steps would be lost.
+SLOWLY = jnp.full(N, 1 - 2.0**-8)
+LONG = {
+    "decay per channel": lambda h, u: SLOWLY * h + (1 - SLOWLY) * u,
+    "growth": lambda h, u: h * (1 + u * 0.001) + u * 0.001,
+    "fires": lambda h, u: (h * SLOWLY + u * 0.01) * jnp.where(h > 5, 0.0, 1.0),
+    "under vmap": lambda h, u: jax.vmap(lambda h, u, r: r * h + u)(h, u, SLOWLY),
+    "ratio": lambda h, u: h / SLOWLY + u * 0.001 - h * 2.0**-8,
+    "sorted": lambda h, u: jnp.sort(h) + u * 0.1,
+    "maximum": lambda h, u: jax.lax.cummax(h) + u * 0.1,
+    "exp of log": lambda h, u: jnp.exp(jnp.log(h)) + u * 0.1,
+    "statistic": lambda h, u: jax.nn.logsumexp(h) + u * 0.01,
+    "silu": lambda h, u: jax.nn.silu(h + 8) + u * 0.01 - 8,
+}
+
+
+def long_loop(name, w, x):
+    step = lambda h, u: LONG[name](h, u)  # noqa: E731
+    return repeat(step, jnp.ones(N), x @ w).mean()
+
+
+def sum_in_a_ref(w, x):
+    total = jax.new_ref(jnp.zeros(N))
+
+    def step(c, row):
+        total[...] += row @ w
+        return c
+
+    repeat(step, 0.0, x)
+    return total[...].mean()
+
+
+def noise_from_a_carried_key(w, x):
+    def step(carry, _):
+        (key, now), h = jax.random.split(carry[0]), carry[1]
+        return key, h + (h @ jax.random.normal(now, (N, N))) * 0.0005 + 0.003
+
+    return repeat(step, (jax.random.key(0), x[:64] @ w + 4), length=400)[1].mean()
+
+
+def data_by_a_counter(w, x):
+    noise = x[:, :, None] * x[:, None] - 1
+    step = lambda i, h: h + (h @ noise[i]) * 0.0005 + 0.003  # noqa: E731
+    return jax.lax.fori_loop(0, 400, step, x[:64] @ w + 4).mean()
+
+
+LONG_LOOPS = {name: functools.partial(long_loop, name) for name in LONG} | {
+    "ref": sum_in_a_ref,
+    "key": noise_from_a_carried_key,
+    "counter": data_by_a_counter,
+}
+
+
+@pytest.mark.parametrize("level", slow_except(["O5"], LEVELS))
+@pytest.mark.parametrize("name", LONG_LOOPS)
+def test_long_loops_keep_their_digits(name, level):
+    """The matmul with the identity is exact in half, so float32 is the oracle."""
+    eye = jnp.eye(N)
+    x = jnp.round(jnp.abs(jnp.asarray(rng_of(1000, N), jnp.float32)) * 16) / 16
+    state = state_of(level, eye, loss_scale=8.0)
+    loss_fn = LONG_LOOPS[name]
+    want, exact = jax.jit(jax.value_and_grad(loss_fn))(eye, x)
+    loss, grads = evaluate(jamp.scaled_value_and_grad(loss_fn), state, x)
+    np.testing.assert_allclose(loss, want, rtol=0.005)
+    error = jnp.linalg.norm(grads - exact) / (jnp.linalg.norm(exact) + 1e-6)
+    assert error < 0.02, error
+
+
+def rng_of(*shape):
+    return np.random.default_rng(1).normal(size=shape)
+
+
 def log_partition(params, x):
     """The logarithm of a sum over all paths of a chain, as in a CRF."""
     scores = x @ params["w"]

@@ -21,6 +21,7 @@ HALVES = {"O1": "float16", "O2": "float16", "O4": "bfloat16", "O5": "bfloat16"}
 # Multiples of 1/4 between -2 and 2, which a matmul with the identity returns.
 H = np.random.default_rng(0).integers(-8, 9, (32, 8)) / 4
 X, EYE = jnp.asarray(H, jnp.float32), jnp.eye(8)
+STEP = jnp.int32(5000) + 5  # 5005: odd, and 1 beyond a multiple of 9
 BOUNDS = jnp.full(8, 1 - E, jnp.float32)
 TOP, LOW = np.minimum(H, 1 - np.float32(E)), np.clip(H, -1 + E, 1 - E)
 
@@ -90,6 +91,38 @@ FUNCTIONS = {
             h.sum() < 1e9, lambda: jnp.log1p(-jnp.minimum(h, 1 - E)), lambda: h
         ),
         lambda: np.log1p(-TOP),
+    ),
+    "chosen by where": (
+        lambda h: jnp.log1p(-jnp.minimum(h, jnp.where(STEP < 9, 0.5, 1 - E))),
+        lambda: np.log1p(-TOP),
+    ),
+    "chosen by cond": (
+        lambda h: jnp.log1p(
+            -jnp.minimum(h, jax.lax.cond(STEP < 9, lambda: 0.5, lambda: 1 - E))
+        ),
+        lambda: np.log1p(-TOP),
+    ),
+    "chosen by switch": (
+        lambda h: jnp.log1p(
+            -jnp.minimum(h, jax.lax.switch(STEP % 2, [lambda: 0.5, lambda: 1 - E]))
+        ),
+        lambda: np.log1p(-TOP),
+    ),
+    "chosen by an index": (
+        lambda h: jnp.log1p(-jnp.minimum(h, jnp.array([0.5, 1 - E])[STEP % 9])),
+        lambda: np.log1p(-TOP),
+    ),
+    "of a schedule": (
+        lambda h: jnp.log1p(-jnp.minimum(h, 1 - jnp.where(STEP < 9, 1e-2, E))),
+        lambda: np.log1p(-TOP),
+    ),
+    "for each element": (
+        lambda h: jnp.log1p(-jnp.minimum(h, jnp.abs(X) * 0 + (1 - E))),
+        lambda: np.log1p(-TOP),
+    ),
+    "interp": (
+        lambda h: jnp.interp(h, jnp.array([0, 1 - E, 1.0]), jnp.array([0.0, 1.0, 5.0])),
+        lambda: np.interp(H, [0, np.float32(1 - E), 1], [0, 1, 5]),
     ),
     "arctanh": (
         lambda h: jnp.arctanh(jnp.clip(h, -1 + E, 1 - E)),

@@ -180,6 +180,26 @@ HEADS = {
 }
 
 
+ROWS_OF_PARAMS = {
+    "embedding": lambda p: p["e"][jnp.arange(4)],
+    "mean": lambda p: p["e"][jnp.zeros((4, 3), int)].mean(1),
+    "positions": lambda p: p["e"][jnp.zeros(4, int)] + 0 * p["w"][:4],
+    "queries": lambda p: p["e"] * p["e"],
+    "constant batch": lambda p: jnp.ones((4, WIDTH), jnp.bfloat16) * 1,
+}
+
+
+@pytest.mark.parametrize("level", HALF)
+@pytest.mark.parametrize("name", ROWS_OF_PARAMS)
+def test_a_kept_head_multiplies_values_of_half_params_in_float32(name, level):
+    params = {"head": jnp.full((WIDTH, 1), 1.001), "w": jnp.eye(WIDTH)}
+    params["e"] = jnp.ones((4, WIDTH))
+    state = make(level, params, SGD, loss_scale=1.0, keep_fp32="head")
+    loss_fn = lambda p: (ROWS_OF_PARAMS[name](p) @ p["head"]).mean()  # noqa: E731
+    loss, _ = evaluate(jamp.scaled_value_and_grad(loss_fn), state)
+    np.testing.assert_allclose(loss, WIDTH * 1.001, rtol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("level", HALF)
 @pytest.mark.parametrize("name", HEADS)
