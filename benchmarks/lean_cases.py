@@ -109,4 +109,9 @@ FORMS = {
     for form in ("linen", "nnx", "where", "product")
     for mask in ("each", "one")
 } | {"attention-jax": text(lean_forms.Encoder("jax"), 16, 512)}
+FORMS |= {
+    f"{cell}-{form}": text(lean_forms.Recurrent(form, cell == "gru"), 64, 64)
+    for form in lean_forms.LOOPS
+    for cell in ("lstm", "gru")
+}
 ALL = CASES | VARIANTS | LOSSES | FORMS

@@ -97,3 +97,69 @@ class Encoder(nn.Module):
             x = norm()(x + drop()(attend(x)))
             x = norm()(x + drop()(MLP(4 * WIDTH, exact_gelu, self.dtype)(x)))
         return nn.Dense(VOCABULARY, dtype=self.dtype)(x)
+
+
+class Scanned(nn.Module):
+    """An LSTM or a GRU by `jax.lax.scan`, with one matmul per step for all gates."""
+
+    gated: bool
+    dtype: DTypeLike | None = None
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        width = x.shape[-1]
+        gates = 3 if self.gated else 4
+        init = nn.initializers.lecun_normal()
+        w = self.param("w", init, (width, gates * width)).astype(x.dtype)
+        inside = nn.Dense(gates * width, dtype=self.dtype)(x).swapaxes(0, 1)
+
+        def lstm(carry, z):
+            c, h = carry
+            i, f, o, g = jnp.split(z + h @ w, 4, axis=-1)
+            c = nn.sigmoid(f) * c + nn.sigmoid(i) * jnp.tanh(g)
+            h = nn.sigmoid(o) * jnp.tanh(c)
+            return (c, h), h
+
+        def gru(h, z):
+            (r, u, n), (a, b, m) = (jnp.split(y, 3, axis=-1) for y in (z, h @ w))
+            n = jnp.tanh(n + nn.sigmoid(r + a) * m)
+            u = nn.sigmoid(u + b)
+            h = u * h + (1 - u) * n
+            return h, h
+
+        zeros = jnp.zeros((len(x), width), x.dtype)
+        step, begin = (gru, zeros) if self.gated else (lstm, (zeros, zeros))
+        return jax.lax.scan(step, begin, inside)[1].swapaxes(0, 1)
+
+
+def scanned_by_linen(gated: bool, dtype: DTypeLike | None) -> nn.Module:
+    cell = nn.GRUCell if gated else nn.OptimizedLSTMCell
+    return nn.RNN(cell(STATES, dtype=dtype))
+
+
+def scanned_by_nnx(gated: bool, dtype: DTypeLike | None) -> nn.Module:
+    cell = nnx.GRUCell if gated else nnx.OptimizedLSTMCell
+
+    def rnn(*, rngs: nnx.Rngs) -> nnx.RNN:
+        return nnx.RNN(cell(STATES, STATES, dtype=dtype, rngs=rngs))
+
+    return nnx.bridge.ToLinen(rnn)
+
+
+STATES = 1024
+LOOPS = {"linen": scanned_by_linen, "nnx": scanned_by_nnx, "scan": Scanned}
+
+
+class Recurrent(nn.Module):
+    """Two LSTM or GRU layers over words, in one form."""
+
+    form: str
+    gated: bool  # whether the layers are GRUs
+    dtype: DTypeLike | None = None
+
+    @nn.compact
+    def __call__(self, tokens: Array) -> Array:
+        x = nn.Embed(VOCABULARY, STATES, dtype=self.dtype)(tokens)
+        for _ in range(2):
+            x = LOOPS[self.form](self.gated, self.dtype)(x)
+        return nn.Dense(VOCABULARY, dtype=self.dtype)(x)
