@@ -122,7 +122,8 @@ def _half_carries(
     of_model, inputs = values.scope.policy.of_model, values.of(frame.operands)
     are_weights = [not of_model or value.is_half_param for value in inputs]
     in_half = half_carries(frame, are_weights)
-    in_half = {i for i in in_half if starts[i].vote and not starts[i].asks}
+    # Half holds a start of zeros exactly.
+    in_half = {i for i in in_half if not (starts[i].asks or starts[i].changes)}
     if not in_half:
         return set()
     body = _program(rewriter, eqn, frame.program, given, frame)

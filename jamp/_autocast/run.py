@@ -47,8 +47,8 @@ def _function_of(
 ) -> Callable[..., Any]:
     """Returns a function that binds an equation. Equal equations have the same one.
 
-    An effect refers to operands by position, so an equation with one stays bare. So does
-    a primitive that binds itself, such as one that runs before a loop.
+    An equation with an effect stays bare, because an effect refers to operands by
+    position. So does a primitive that binds itself, to run before a loop for example.
     """
     key = eqn.primitive, tuple(eqn.params.items())
     holders = [frame.holder for frame in frames_of(eqn)]

@@ -133,7 +133,9 @@ def test_all_readers_of_a_gate_read_the_same_digits(half, promote):
         return (1 - gate) * h + gate * jnp.tanh(x @ W["i"] + 20)
 
     cast = jamp.autocast(lambda xs: repeat(cell, START, xs), half, promote=promote)
-    np.testing.assert_allclose(evaluate(cast, XS), 1, rtol=1e-6)
+    # With narrowest, the gate makes the carry half, and each of five sums rounds.
+    error = 1e-6 if promote == "widest" else 5 * float(jnp.finfo(half).eps)
+    np.testing.assert_allclose(evaluate(cast, XS), 1, rtol=error)
 
 
 # ---- loops that add to their carry
