@@ -140,7 +140,10 @@ CASES["a scan of shared"] = (
 def test_the_work_of_a_trace_is_linear(name):
     mode, program, depth = CASES[name]
     once, twice = (work(mode(program(d))) for d in (depth, 2 * depth))
-    assert once < twice <= 2.1 * once  # caches hold what an earlier test traced
+    # Caches hold what an earlier test traced. Each scan looks for gates in all programs
+    # inside of it, so nested scans take a little more.
+    bound = 2.3 if name == "shared in scan" else 2.1
+    assert once < twice <= bound * once
 
 
 def test_the_data_of_an_object_with_a_rule_is_not_searched():
