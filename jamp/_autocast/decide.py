@@ -155,8 +155,8 @@ def decide(case: Case) -> Decision:
         return Decision(case.values.half, row.why, summed)
     # A norm and its statistics read two casts of the same value. Then their cotangents
     # meet in half, and XLA moves 2 to 5 % fewer bytes.
-    apart = row.why == "smaller operand" and not case.values.widest
-    apart = apart and case.origins[0].normalized
+    is_norm = case.is_half and case.has_smaller_float32 and case.origins[0].normalized
+    apart = is_norm and not case.values.widest
     return Decision(FLOAT32, row.why, apart=apart, repeated=_repeated(case))
 
 
