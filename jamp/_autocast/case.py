@@ -193,9 +193,10 @@ class Case:
         `clip(x, max=1 - 1e-6)` is below 1, so that its reader may divide by `1 - x`. A
         move counts only numbers: `concatenate` joins two arrays in half (narrowest).
         """
-        if self.rule is not Rule.MOVE:
+        if self.rule is not Rule.MOVE or self.name == "select_n":
+            exact = self.name == "select_n" or not self.traits.rounds
             numbers = [x.changes or x.vote == FLOAT32 for x in self.given]
-            return not self.traits.rounds and any(numbers)
+            return exact and any(numbers)
         pairs = zip(self.eqn.invars, self.given, strict=True)
         return any([x.changes or _is_float32_number(v, x) for v, x in pairs])
 

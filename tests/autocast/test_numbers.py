@@ -30,6 +30,10 @@ def number(h):
     return jnp.float32(1) - jnp.float32(E)  # computed while it is traced
 
 
+def tops():
+    return jnp.abs(X) * 0 + (1 - E)
+
+
 # Functions of the result of a matmul, and their values.
 FUNCTIONS = {
     "clip": (lambda h: jnp.log1p(-jnp.clip(h, max=1 - E)), lambda: np.log1p(-TOP)),
@@ -117,7 +121,11 @@ FUNCTIONS = {
         lambda: np.log1p(-TOP),
     ),
     "for each element": (
-        lambda h: jnp.log1p(-jnp.minimum(h, jnp.abs(X) * 0 + (1 - E))),
+        lambda h: jnp.log1p(-jnp.minimum(h, tops())),
+        lambda: np.log1p(-TOP),
+    ),
+    "chosen for each element": (
+        lambda h: jnp.log1p(-jnp.where(h > tops(), tops(), h)),
         lambda: np.log1p(-TOP),
     ),
     "interp": (
