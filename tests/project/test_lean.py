@@ -44,25 +44,35 @@ EXCEPTIONS = {
     ("lstm", "widest"): Bound(1.05, 1.75),
     # Its gradients are summed over the steps in float32 (1.042).
     ("lstm", "O2"): Bound(1.02, 1.05),
-    # It moves 0.80 of the bytes, but XLA packs its arrays less tightly (1.063).
-    ("gpt2-scan", "O2"): Bound(0.81, 1.07),
+    # It moves 0.80 of the bytes, but XLA packs its arrays less tightly. The gradient of
+    # its embedding sums in float32 (1.078).
+    ("gpt2-scan", "O2"): Bound(0.81, 1.08),
     # The kernels are the same, but XLA packs an array of 23 MB elsewhere (1.005).
     ("llama", "fused O2"): Bound(1.003, 1.006),
-    # XLA steps ten of its kernels in two fusions each, with copies (1.011).
+    # XLA steps ten of its kernels in two fusions each, with copies (1.011 and 1.010).
     ("unet", "fused O1"): Bound(1.012, 1.003, 1.02),
+    ("unet", "fused O4"): Bound(1.012, 1.003, 1.02),
+    # XLA packs 7 of 1,964 MB elsewhere (1.0037).
+    ("resnet50", "fused O4"): Bound(1.003, 1.004),
+    # The check adds kernels for 200 small gradients (732 for 653).
+    ("efficientnet", "O5"): Bound(1.02, 1.02, 1.12),
     # The hand-written model scatters into float32 logits.
     ("words", "widest"): Bound(0.66, 0.44),  # 0.649 and 0.429
     ("words", "narrowest"): Bound(0.65, 0.44),  # 0.636 and 0.421
-    ("words", "O5"): Bound(0.63, 0.39),  # 0.614 and 0.372
-    ("tied", "widest"): Bound(0.65, 0.45),  # 0.639 and 0.439
-    ("tied", "narrowest"): Bound(0.65, 0.45),  # 0.639 and 0.439
-    ("tied", "O5"): Bound(0.61, 0.36),  # 0.597 and 0.342
-    **{(n, m): Bound(0.68, 0.46) for n in ("words-few", "words-many") for m in UNTIED},
+    # At O5, the check and the sums of distinct rows add 20 kernels to 50.
+    ("words", "O5"): Bound(0.64, 0.39, 1.3),  # 0.629 and 0.376
+    ("tied", "widest"): Bound(0.67, 0.39),  # 0.657 and 0.380
+    ("tied", "narrowest"): Bound(0.67, 0.39),  # 0.657 and 0.380
+    ("tied", "O5"): Bound(0.63, 0.36, 1.3),  # 0.613 and 0.352
+    **{
+        (n, m): Bound(0.68, 0.46, 1.3 if m == "O5" else 1.05)
+        for n in ("words-few", "words-many")
+        for m in UNTIED
+    },
 }
-# Loops in the forms that people write. The gradients of the weights are summed over the
-# steps in float32, twice the bytes of bfloat16, once per weight: a GRU of Linen has six
-# in its loop. At widest, a float32 carry makes the gates float32, and the loop saves
-# them.
+# Loops in the forms that people write, with today's values. By reading, the gradients
+# of the weights are summed over the steps in float32, twice the bytes of bfloat16. At
+# widest, a float32 carry makes the gates float32, and the loop saves them.
 LOOPS = {
     "lstm-linen": (Bound(0.86, 1.27), Bound(0.76, 0.81), Bound(0.91, 0.79)),
     "lstm-nnx": (Bound(0.86, 1.25), Bound(0.76, 0.79), Bound(0.91, 0.74)),
