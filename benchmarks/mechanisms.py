@@ -160,6 +160,16 @@ MECHANISMS = {
         "decide.summed_weight",
         _gives(None),
     ),
+    "lookups": Mechanism(
+        "The gradient of a lookup in a half array is a float32 sum.",
+        "case.Case.table",
+        lambda original: property(lambda case: None),
+    ),
+    "numbers": Mechanism(
+        "An operation that does not round keeps the digits of its numbers.",
+        "case.Case._keeps_digits",
+        _gives(False),
+    ),
     "loops": Mechanism(
         "Operations that only rearrange a scan's constants run before the scan.",
         "transform.moves_taken_out",

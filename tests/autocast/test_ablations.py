@@ -93,6 +93,8 @@ EXAMPLES = {
     "smaller, cast apart": Example(
         lambda w, x: standardised(x @ w) @ w, SQUARES, "O4", NARROWEST
     ),
+    "lookups": Example(lambda w: w[jnp.zeros(4, int)], (MATRIX,), "O5"),
+    "numbers": Example(lambda w, x: jnp.minimum(x @ w, 1 - 1e-6), SQUARES),
     "weights, cotangent copies": Example(rnn, (*SQUARES, MATRICES)),
     "loops": Example(lstm, (*SQUARES, MATRICES)),
     "half params": Example(
@@ -189,10 +191,27 @@ def total():
     return np.abs(np.asarray(got, float) / (256 + 63 / 64) - 1).max()
 
 
+def table_gradient():
+    """Looks up one row 4,096 times."""
+    fn = lambda w: w[jnp.zeros(4096, int)].sum()  # noqa: E731
+    written = jamp.cast_forward(fn, jamp.Properties.from_opt_level("O5"))
+    grad = jax.grad(written)(jnp.ones((4, 4), jnp.bfloat16))
+    return np.abs(np.asarray(grad[0], float) / 4096 - 1).max()
+
+
+def bounded():
+    """Subtracts a number next to 1 from 1."""
+    fn = lambda x: 1 - jnp.minimum(x @ SQUARE, 1 - 1e-4)  # noqa: E731
+    got = jamp.autocast(fn, "bfloat16")(2 * jnp.ones((4, 4)))
+    return np.abs(np.asarray(got, float) / 1e-4 - 1).max() / 10
+
+
 # Each returns an error relative to float64, which a mechanism for accuracy keeps small.
 ERRORS = {
     "bias sums": bias_gradient,
     "ratios": quotient,
+    "lookups": table_gradient,
+    "numbers": bounded,
     "smaller": norm,
     "half params": scaled_exponential,
     "float32 carries": total,
