@@ -219,7 +219,7 @@ class Case:
         return self.traits.shape is Shape.REDUCE
 
     def _reads_carry(self) -> bool:
-        """Whether it computes from a float32 carry. A matmul's result is no carry."""
+        """Whether it computes from a float32 carry. A matmul returns no carry."""
         return self.rule is not Rule.HALF and any([x.carried for x in self.given])
 
     def _bias(self) -> jc.Var | None:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.extend import core as jc
 
 from jamp._autocast.frames import Frame, frames_of, while_programs
-from jamp._autocast.primitives import Shape, is_matmul, primitive_name, traits_of
+from jamp._autocast.primitives import MOVES, is_matmul, primitive_name, traits_of
 from jamp._autocast.program import Atom, dtype_of, is_float, shape_of
 from jamp._autocast.sums import LOOKUPS
 
@@ -39,12 +39,6 @@ class On(enum.Enum):
     GATE = "gate"  # it is a sigmoid of such a matmul, or 1 minus this
     GATED = "gated"  # a product with a gate
     HALF = "half"  # a matmul in half
-
-
-_MOVE = (
-    *(Shape.SAME, Shape.MARK, Shape.RESHAPE),
-    *(Shape.REARRANGE, Shape.REPEAT, Shape.PART, Shape.MOVE),
-)
 
 
 def flow(
@@ -145,7 +139,7 @@ def _by_carries(eqn: jc.JaxprEqn, given: list[Tags]) -> Tags:
         return union | {On.GATE}
     if name == "mul" and On.GATE in union:
         return union - {On.GATE, On.UNGATED} | {On.GATED}
-    is_gate = traits_of(name).shape in _MOVE or name == "sub" and _NOTHING in given
+    is_gate = traits_of(name).shape in MOVES or name == "sub" and _NOTHING in given
     return union if is_gate else union - {On.GATE}
 
 

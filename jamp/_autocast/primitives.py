@@ -46,6 +46,14 @@ class Shape(enum.Enum):
     OPAQUE = "opaque"  # unknown
 
 
+# The elements of the result are elements of the operands, at fixed places.
+PARTS = (
+    *(Shape.SAME, Shape.MARK, Shape.RESHAPE),
+    *(Shape.REARRANGE, Shape.REPEAT, Shape.PART),
+)
+MOVES = *PARTS, Shape.MOVE  # the places may depend on data
+
+
 class Traits(NamedTuple):
     """The traits of a primitive; the words in the table are their names."""
 

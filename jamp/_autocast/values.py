@@ -22,7 +22,7 @@ from jamp._autocast.frames import Kind, frames_of
 from jamp._autocast.inline import inlined
 from jamp._autocast.marks import Source
 from jamp._autocast.origins import Origin, origin_of_unknown
-from jamp._autocast.primitives import Rule, Shape, traits_of
+from jamp._autocast.primitives import MOVES, PARTS, Rule, traits_of
 from jamp._autocast.program import (
     KEPT,
     NO_MODEL,
@@ -40,11 +40,6 @@ from jamp._core.dtypes import FLOAT32
 
 _NO_SOURCE = Source(0)
 _REFS = ("get", "swap")  # A Ref holds state between iterations, like a carry.
-# The elements of the result are elements of the operands, at fixed places.
-_PARTS = (
-    *(Shape.SAME, Shape.MARK, Shape.RESHAPE),
-    *(Shape.REARRANGE, Shape.REPEAT, Shape.PART),
-)
 _HALF_PARAM = Source.HALF, Source.HALF | Source.STAYS
 _KEPT_PARAM = Source.KEPT, Source.KEPT | Source.STAYS
 
@@ -181,13 +176,8 @@ class Values:
             # A half constant counts as a half param. The function closes over it.
             source = Source.HALF if dtype == self.half else scope.within
             return Value(dtype, source=source)
-        vote, origin = (
-            None if jax_internals.is_weak_scalar(atom) else FLOAT32,
-            origin_of_unknown(atom),
-        )
-        return Value(
-            dtype, vote, origin=origin, source=scope.within, carried=scope.carried
-        )
+        known = {"source": scope.within, "carried": scope.carried}
+        return input_of(atom)._replace(is_input=False, **known)
 
     def is_weight(self, atom: Atom) -> bool:
         """Returns whether a value depends only on params of the model's dtype."""
@@ -226,6 +216,7 @@ class Values:
         given = self.of(eqn.invars)
         source = Source.DATA if is_data else joint_source(given)
         is_input, changes = self.is_input(eqn), self.changes(eqn, given)
+        carried = self.scope.carried or eqn.primitive.name in _REFS
         asks, has_vote = False, True
         if eqn.primitive.name == "convert_element_type":
             # A mask is exact in any dtype, so it has no vote. A number has none either.
@@ -239,14 +230,14 @@ class Values:
                 source=source,
                 is_input=is_input,
                 changes=changes,
-                carried=self.scope.carried or eqn.primitive.name in _REFS,
+                carried=carried,
             )
             for v in eqn.outvars
         ]
 
     def is_input(self, eqn: jc.JaxprEqn) -> bool:
         """Returns whether the results of an equation are inputs, see `Value`."""
-        if traits_of(eqn.primitive.name).shape not in _PARTS:
+        if traits_of(eqn.primitive.name).shape not in PARTS:
             return False
         return all([self[v].is_input for v in eqn.invars if is_float(v)])
 
@@ -256,7 +247,7 @@ class Values:
         pairs = zip(eqn.invars, given, strict=True)
         floats = [value for v, value in pairs if is_float(v)] or given
         changes, name = joint_changes(floats), eqn.primitive.name
-        moves = traits_of(name).shape in (*_PARTS, Shape.MOVE) or name == "select_n"
+        moves = traits_of(name).shape in MOVES or name == "select_n"
         return changes if moves or changes is None else True
 
     def ruling(

@@ -17,6 +17,7 @@ from jamp._autocast.decide import Decision
 from jamp._autocast.frames import Frame, Kind, frames_of
 from jamp._autocast.marks import Source
 from jamp._autocast.primitives import (
+    MOVES,
     Shape,
     is_matmul,
     is_plain,
@@ -41,10 +42,7 @@ MATMUL, ORDER = "matmul", "order"
 NOTHING, MATMULS, ORDERED = (frozenset(), frozenset((MATMUL,)), frozenset((ORDER,)))
 _ORDERS = ("top_k", "approx_top_k", "argmax", "argmin", "sort")
 # Operations whose results have the order of their operands.
-_PASSES = (
-    *(Shape.ELEMENTWISE, Shape.SAME, Shape.MARK, Shape.RESHAPE),
-    *(Shape.REARRANGE, Shape.REPEAT, Shape.PART, Shape.MOVE),
-)
+_PASSES = Shape.ELEMENTWISE, *MOVES
 
 # NVIDIA's data sheet of the H200 SXM, without sparsity: FLOP/s, and bandwidth in B/s.
 # FLOP/s per B/s are 1.4 times as high on an H100, and 1.35 times on a B200.

@@ -154,7 +154,7 @@ def test_a_barrier_holds_one_residual_and_no_cotangent(name, platform):
     assert barriers[0].count("%") == 2 and "f16" in barriers[0], barriers
 
 
-# Sizes of an axis before those of `X`.
+# Sizes of a leading axis.
 SIZES = (4, 32, 40)
 
 

@@ -158,7 +158,7 @@ class NoPytree(nnx.Module, pytree=False):
 
 
 class Layers(nnx.Module, pytree=False):
-    """Holds other modules in a list, which is no pytree either."""
+    """Contains other modules in a list, which is not a pytree."""
 
     def __init__(self, rngs):
         self.layers = [NoPytree(rngs)]
