@@ -1,4 +1,4 @@
-"""Writes functions and groups of equations as one equation each.
+"""Writes functions as equations, and groups of equations as one equation.
 
     call(softmax, [x], [y], place)         y = custom_jvp_call[name=softmax] x
     checkpointed([exp, mul], [x], [y])     y = checkpoint[jaxpr={ x. ... in y }] x
@@ -10,7 +10,7 @@ for `jax_internals`, the tests check each fact about JAX.
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,6 +20,14 @@ from jax.sharding import AxisType
 
 from jamp._autocast.frames import with_equations
 from jamp._autocast.jax_internals import at_place, with_scopes
+
+
+class Replacement(NamedTuple):
+    """A function that computes an equation, and its operands."""
+
+    function: Callable[..., Any]
+    operands: Sequence[tuple[Any, Any]]  # each value with the dtype of its version
+
 
 _UNSHARDED = ("max", "min", "cummax", "cummin", "lgamma")
 
@@ -37,7 +45,8 @@ def apart_if_sharded(eqn: jc.JaxprEqn) -> jc.JaxprEqn:
     if sharding is None or not any(sharding.spec):
         return eqn
     function = _jitted(eqn.primitive, tuple(eqn.params.items()))
-    return call(function, eqn.invars, eqn.outvars, eqn) or eqn
+    (new,) = call(function, eqn.invars, eqn.outvars, eqn) or [eqn]
+    return new
 
 
 @functools.lru_cache(maxsize=256)
@@ -51,25 +60,32 @@ def call(
     results: Sequence[jc.Var] | None,
     place: jc.JaxprEqn,
     known: dict[Any, Any] | None = None,
-) -> Any:
-    """Traces a function to one equation, which replaces the equation `place`.
+) -> list[jc.JaxprEqn]:
+    """Traces a function to equations, which replace the equation `place`.
 
-    `known` caches the equation by the types of the operands. Without `results`, the
+    `known` caches the program by the types of the operands. Without `results`, the
     results are new variables.
 
-    Returns None if a result has a different type, such as an explicit sharding.
+    Returns no equations if a result has a different type, such as an explicit sharding.
     """
     known = {} if known is None else known
     key = function, tuple([v.aval for v in operands]), place.ctx
     if key not in known:
         trace = functools.partial(jax.jit(function).trace, *key[1])
-        (known[key],) = _in_mesh(place.ctx, trace).jaxpr.eqns
-    eqn = known[key]
+        known[key] = _in_mesh(place.ctx, trace).jaxpr
+    program = known[key]
     if results is None:
-        results = [jc.Var(v.aval) for v in eqn.outvars]
-    if [v.aval for v in eqn.outvars] != [v.aval for v in results]:
-        return None
-    return at_place(eqn.replace(invars=list(operands), outvars=list(results)), place)
+        results = [jc.Var(v.aval) for v in program.outvars]
+    if [v.aval for v in program.outvars] != [v.aval for v in results]:
+        return []
+    new: dict[Any, Any] = dict(zip(program.invars, operands, strict=True))
+    new |= dict(zip(program.outvars, results, strict=True))
+    eqns: list[jc.JaxprEqn] = []
+    for eqn in program.eqns:
+        invars = [v if isinstance(v, jc.Literal) else new[v] for v in eqn.invars]
+        outvars = [new.setdefault(v, jc.Var(v.aval)) for v in eqn.outvars]
+        eqns.append(at_place(eqn.replace(invars=invars, outvars=outvars), place))
+    return eqns
 
 
 def _in_mesh(ctx: Any, fn: Callable[[], Any]) -> Any:

@@ -96,10 +96,10 @@ class Case:
         return small + [value for value in full if is_of_statistics(value)]
 
     @property
-    def table(self) -> jc.Var | None:
-        """The half array in which it looks up slices, or None."""
+    def looks_up(self) -> bool:
+        """Whether it looks up slices of an array."""
         table = self.eqn.invars[0] if self.name in LOOKUPS else None
-        return table if isinstance(table, jc.Var) and is_float32(table) else None
+        return isinstance(table, jc.Var) and is_float32(table)
 
     @property
     def is_ratio(self) -> bool:

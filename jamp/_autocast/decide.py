@@ -15,23 +15,22 @@ from typing import Any, NamedTuple
 
 from jax.extend import core as jc
 
+from jamp._autocast.calls import Replacement
 from jamp._autocast.case import Case
 from jamp._autocast.primitives import Rule, is_plain
 from jamp._autocast.program import is_float32
+from jamp._autocast.sums import add_repeated, with_bias, with_lookup, with_weight
+from jamp._autocast.values import Values
 from jamp._core.dtypes import FLOAT32
 
 
 class Decision(NamedTuple):
     """How an equation is written."""
 
-    dtype: Any  # the dtype of its results, and of its cast operands
+    dtype: Any  # the dtype in which it runs: float32, half or fp8
     why: str  # a short reason, see `Note.why`
-    # A bias, a weight that the iterations of a loop share, or the array of a lookup, if
-    # its gradient is a float32 sum.
-    summed: jc.Var | None = None
+    replacement: Replacement | None = None  # what computes it instead
     apart: bool = False  # whether other equations may not read its casts
-    fp8: jc.Var | None = None  # the weight of a matmul that runs in fp8
-    repeated: jc.Var | None = None  # the broadcast operand of a float32 sum with half
 
 
 class Row(NamedTuple):
@@ -150,20 +149,43 @@ def decide(case: Case) -> Decision:
         if row.fits(case):
             break
     if row.in_half:
-        is_matmul = case.rule is Rule.HALF
-        summed = summed_weight(case) if is_matmul else case.bias or case.table
-        return Decision(case.values.half, row.why, summed)
+        return Decision(case.values.half, row.why, _with_float32_sum(case))
     # A norm and its statistics read two casts of the same value. Then their cotangents
     # meet in half, and XLA moves 2 to 5 % fewer bytes.
     is_norm = case.is_half and case.has_smaller_float32 and case.origins[0].normalized
     apart = is_norm and not case.values.widest
-    return Decision(FLOAT32, row.why, apart=apart, repeated=_repeated(case))
+    return Decision(FLOAT32, row.why, _with_rounded_sum(case), apart)
 
 
-def _repeated(case: Case) -> jc.Var | None:
-    """Returns the broadcast operand that an equation adds to a large half array.
+def _with_float32_sum(case: Case) -> Replacement | None:
+    """Replaces an equation in half if the gradient of an operand is a float32 sum.
 
-    Its gradient must sum the same rounded cotangents that the large operand gets.
+    The operand is a bias, the array of a lookup, or a weight that iterations share.
+    """
+    eqn, half = case.eqn, case.values.half
+    if case.rule is Rule.HALF:
+        weight = shared_weight(case.values, eqn)
+        if weight is None:
+            return None
+        first = eqn.invars[0] is weight
+        numbers, copies = eqn.params["dimension_numbers"], case.values.summed
+        case.values.summed += 1
+        operands = (eqn.invars[first], half), (weight, FLOAT32), (weight, half)
+        return Replacement(with_weight(numbers, first, copies), operands)
+    if case.bias is not None:
+        matmul = eqn.invars[eqn.invars[0] is case.bias]
+        return Replacement(with_bias, ((matmul, half), (case.bias, FLOAT32)))
+    if case.looks_up:
+        function = with_lookup(eqn.primitive, tuple(sorted(eqn.params.items())))
+        return Replacement(function, [(v, half) for v in eqn.invars])
+    return None
+
+
+def _with_rounded_sum(case: Case) -> Replacement | None:
+    """Replaces a float32 sum of a large half array and a broadcast array.
+
+    The gradient of the broadcast array must sum the rounded cotangents that the large
+    one gets.
     """
     half = case.values.half
     if case.name != "add" or case.votes != {half}:
@@ -172,19 +194,19 @@ def _repeated(case: Case) -> jc.Var | None:
     in_half = all(value.dtype == half for value in full)
     if not (len(small) == len(full) == 1 and in_half):
         return None
-    (atom,) = [
-        v for v, x in zip(case.eqn.invars, case.given, strict=True) if x is small[0]
-    ]
-    return atom if isinstance(atom, jc.Var) else None
+    pairs = zip(case.eqn.invars, case.given, strict=True)
+    (large, _), (atom, _) = sorted(pairs, key=lambda pair: pair[1] is small[0])
+    if isinstance(atom, jc.Literal):
+        return None
+    return Replacement(add_repeated(half), ((large, FLOAT32), (atom, FLOAT32)))
 
 
-def summed_weight(case: Case) -> jc.Var | None:
+def shared_weight(values: Values, eqn: jc.JaxprEqn) -> jc.Var | None:
     """Returns the operand of a matmul that all iterations of a loop share, or None.
 
     Its gradient is a sum over the iterations.
     """
-    if not is_plain(case.eqn) or not case.values.scope.loop:
+    if not is_plain(eqn) or not values.scope.loop:
         return None
-    pairs = zip(case.eqn.invars, case.given, strict=True)
-    shared = [v for v, x in pairs if is_float32(v) and x.invariant]
+    shared = [v for v in eqn.invars if is_float32(v) and values[v].invariant]
     return shared[0] if len(shared) == 1 and isinstance(shared[0], jc.Var) else None

@@ -173,8 +173,8 @@ def is_bias_sum(eqn: jc.JaxprEqn, programs: dict[Any, Any]) -> bool:
     """Returns whether an equation adds a bias to a half matmul."""
     if not frames_of(eqn):
         return False
-    sums = (program_of(new) for key, new in programs.items() if key[0] is with_bias)
-    return any(program_of(eqn) is program for program in sums)
+    calls = (new.eqns[0] for key, new in programs.items() if key[0] is with_bias)
+    return any(program_of(eqn) is program_of(call) for call in calls)
 
 
 def fuses_rows(eqns: Sequence[jc.JaxprEqn], size: int) -> bool:

@@ -40,8 +40,8 @@ def labels_in(graph: Graph) -> dict[jc.Var, jc.JaxprEqn]:
             axis = _axis_of(eqn, graph)
             if axis is not None:
                 function = _label(axis, tuple(sorted(eqn.params.items())))
-                new = call(function, eqn.invars, eqn.outvars, eqn)
-                found[eqn.outvars[0]] = new or eqn
+                (new,) = call(function, eqn.invars, eqn.outvars, eqn) or [eqn]
+                found[eqn.outvars[0]] = new
     return found
 
 

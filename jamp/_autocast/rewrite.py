@@ -18,9 +18,8 @@ from jax.typing import DTypeLike
 
 from jamp._autocast import jax_internals
 from jamp._autocast.borders import with_rounded_results
-from jamp._autocast.calls import call
 from jamp._autocast.case import Case
-from jamp._autocast.decide import Decision, decide
+from jamp._autocast.decide import decide
 from jamp._autocast.frames import Frame, frames_of
 from jamp._autocast.heads import checkpoint_heads
 from jamp._autocast.hijax import with_dtypes
@@ -38,15 +37,6 @@ from jamp._autocast.program import (
     is_float,
     is_float32,
     name_stack,
-    shape_of,
-)
-from jamp._autocast.sums import (
-    LOOKUPS,
-    broadcast,
-    repeated,
-    with_bias,
-    with_lookup,
-    with_weight,
 )
 from jamp._autocast.values import Value, Values
 from jamp._autocast.writer import Writer
@@ -94,7 +84,6 @@ class Rewriter(Writer):
         # Maps values to their fp8 versions and the exponents of their scales.
         self.quantized: dict[Atom, list[jc.Var]] = {}
         self._widened = set[Atom]()  # the values that the program casts to float64
-        self.matmuls = 0  # the matmuls with a weight that all iterations share
         # Maps the first result of an open call to the programs that the call holds.
         self.calls: dict[jc.Var, list[Rewriter]] = {}
         self._written: dict[Any, jc.Jaxpr] = {}
@@ -157,22 +146,17 @@ class Rewriter(Writer):
         case = Case(values, eqn, name, rule, given)
         decision = decide(case)
         if self.fp8 is not None and rule is Rule.HALF and not region:
-            decision = self.fp8.decide(eqn, decision)
-        results, dtype = case.results(decision.dtype, region), decision.dtype
+            decision = self.scope.policy.fp8.decide(self, eqn, decision)
+        # A matmul in fp8 returns half.
+        dtype = FLOAT32 if decision.dtype == FLOAT32 else values.half
+        results, replacement = case.results(dtype, region), decision.replacement
         if region and dtype == values.half and name in NO_HALF_KERNEL:
             raise TypeError(_NO_KERNEL.format(region=region, name=name, dtype=dtype))
-        if decision.fp8 is not None:
-            self._write_in_fp8(eqn, decision, results)
-            dtype = self.scope.policy.fp8.dtype
-        elif decision.summed is not None:
-            self._write_summed(eqn, decision.summed, results)
-        elif decision.repeated is not None:
-            self._write_repeated(eqn, decision.repeated, results)
-        else:
-            self._write(eqn, decision.dtype, results, decision.apart)
+        if replacement is None or not self.replace(eqn, replacement, results):
+            self._write(eqn, dtype, results, decision.apart)
         if self._noting:
             why = "region" if region else decision.why
-            self._note(eqn, why, rule, dtype, region)
+            self._note(eqn, why, rule, decision.dtype, region)
 
     def _warn(self, message: str, category: type[Warning]) -> None:
         """Warns once in a call of `autocast`, as often as Python's filters allow."""
@@ -229,66 +213,6 @@ class Rewriter(Writer):
             outs = [value.dtype for value in results]
             changed["_prim"] = with_dtypes(params["_prim"], ins, outs)
         self.emit(eqn, ins, results, params | changed if changed else params, apart)
-
-    def _write_summed(
-        self, eqn: jc.JaxprEqn, var: jc.Var, results: Sequence[Value]
-    ) -> None:
-        """Writes an equation so that the gradient of its operand `var` sums in float32.
-
-        `var` is a bias of a matmul, a weight, or an array that the equation looks up.
-        """
-        if eqn.primitive.name in LOOKUPS:
-            self._write_lookup(eqn, results)
-            return
-        half, first = self.values.half, eqn.invars[0] is var
-        operands = [self.read(eqn.invars[first], half), self.read(var, FLOAT32)]
-        function = with_bias
-        if eqn.primitive.name == "dot_general":
-            operands.append(self.read(var, half))
-            numbers = eqn.params["dimension_numbers"]
-            function = with_weight(numbers, first, self.matmuls)
-            self.matmuls += 1
-        known = self.scope.written
-        if not self.replace(eqn, function, operands, results, known=known):
-            self._write(eqn, half, results)
-
-    def _write_lookup(self, eqn: jc.JaxprEqn, results: Sequence[Value]) -> None:
-        half, params = self.values.half, tuple(sorted(eqn.params.items()))
-        operands = [self.read(v, half) for v in eqn.invars]
-        function = with_lookup(eqn.primitive, params)
-        known = self.scope.written
-        if not self.replace(eqn, function, operands, results, known=known):
-            self._write(eqn, half, results)
-
-    def _write_repeated(
-        self, eqn: jc.JaxprEqn, var: jc.Var, results: Sequence[Value]
-    ) -> None:
-        """Writes a float32 sum of a half array and the broadcast array `var`."""
-        (out,), wide = eqn.outvars, self.read(var, FLOAT32)
-        functions = [repeated(self.values.half)]
-        if shape_of(var) != shape_of(out):
-            functions.insert(0, broadcast(shape_of(out)))
-        for function in functions:
-            operands, new = [wide], [jc.Var(out.aval)]
-            known = self.scope.written
-            written = call(function, operands, new, eqn, known)
-            if written is None:
-                self._write(eqn, FLOAT32, results)
-                return
-            self.eqns.append(written)
-            (wide,) = new
-        operands = [wide if v is var else self.read(v, FLOAT32) for v in eqn.invars]
-        outvars = [self._bind(out, results[0])]
-        self.eqns.append(eqn.replace(invars=operands, outvars=outvars))
-
-    def _write_in_fp8(
-        self, eqn: jc.JaxprEqn, decision: Decision, results: Sequence[Value]
-    ) -> None:
-        """Writes a matmul in fp8, by `Policy.fp8`."""
-        half, fp8 = self.values.half, self.scope.policy.fp8
-        function, operands = fp8.call(self, eqn, decision.fp8, decision.summed)
-        if not self.replace(eqn, function, operands, results):
-            self._write(eqn, half, results)
 
 
 def _rounds_kept(values: Values, eqn: jc.JaxprEqn, operand: Value) -> bool:

@@ -49,9 +49,9 @@ def with_softmax(
         exp, total, *_ = replaced
         function = _softmax(total.params["axes"], dtype_of(result))
         new = call(function, exp.invars, end.outvars, end, programs)
-        if new is not None:
+        if new:
             gone = set(map(id, replaced))
-            left = (new if e is end else e for e in eqns if id(e) not in gone)
+            left = (new[0] if e is end else e for e in eqns if id(e) not in gone)
             return list(left), True
     return list(eqns), False
 

@@ -3,7 +3,7 @@
     y = add(dot_general(a, w), b)          y = with_bias(dot_general(a, w), b)
     scan { w c. y = dot_general(c, w) }    scan { w c. y = matmul(c, w, half of w) }
     y = gather(t, i)                       y = with_lookup(t, i)
-    y:f32 = add(convert x, convert t)      y:f32 = add(convert x, repeated(convert t))
+    y:f32 = add(convert x, convert t)      y:f32 = add_repeated(convert x, convert t)
     scan { v w c. u = concatenate v w }    u = concatenate v w; scan { u c. }
 
 The gradient of a bias is a sum over all examples. XLA sums float16 in float16. If the
@@ -40,7 +40,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jc
@@ -99,16 +98,14 @@ for _gpu in ("cuda", "rocm"):
     mlir.register_lowering(_apart, lower_barrier, platform=_gpu)
 
 
-@functools.lru_cache(maxsize=256)
-def broadcast(shape: tuple[int, ...]) -> Callable[[Array], Array]:
-    """Returns a function that broadcasts to a shape. The cache traces it only once."""
-    return lambda x: jnp.broadcast_to(x, shape)
-
-
 @functools.cache
-def repeated(half: DTypeLike) -> Callable[[Array], Array]:
-    """Returns an identity function that rounds its cotangent to half."""
-    return functools.partial(_repeated.bind, half=np.dtype(half))
+def add_repeated(half: DTypeLike) -> Callable[[Array, Array], Array]:
+    """Returns a function that adds a broadcast array, whose cotangent it rounds."""
+
+    def add(x: Array, small: Array) -> Array:
+        return x + _repeated.bind(jnp.broadcast_to(small, x.shape), half=half)
+
+    return add
 
 
 def _rounded(cotangent: Array, x: Any, half: DTypeLike) -> list[Array]:

@@ -139,6 +139,7 @@ class Values:
         self.program = program = inlined(program, scope)
         self.half, self.widest = policy.dtype, policy.promote == "widest"
         self.results = {v for v in program.outvars if isinstance(v, jc.Var)}
+        self.summed = 0  # the matmuls with a weight that all iterations share
         self._stack: Any = None  # the name stack of the last equation
         self._last: tuple[Rule | None, str] | None = None  # and its region
         self.known = {

@@ -9,7 +9,7 @@ The writer makes no decisions. Its caller chooses the dtypes. Equations keep the
 source lines and name stacks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from jax.extend import core as jc
 from jax.typing import DTypeLike
 
 from jamp._autocast import jax_internals
-from jamp._autocast.calls import apart_if_sharded, call
+from jamp._autocast.calls import Replacement, apart_if_sharded, call
 from jamp._autocast.frames import with_equations
 from jamp._autocast.primitives import Rule, primitive_name
 from jamp._autocast.program import Atom, dtype_of, dtypes_of, is_float32, recorded
@@ -119,20 +119,17 @@ class Writer:
         self.emit(eqn, recorded(eqn.invars), results, params)
 
     def replace(
-        self,
-        eqn: jc.JaxprEqn,
-        function: Callable[..., Any],
-        operands: Sequence[Atom],
-        results: Sequence[Value],
-        **options: Any,
+        self, eqn: jc.JaxprEqn, replacement: Replacement, results: Sequence[Value]
     ) -> bool:
         """Writes a call instead of an equation. Returns whether the types agree."""
+        function, read = replacement
+        operands = [self.read(v, dtype) for v, dtype in read]
         pairs = zip(eqn.outvars, results, strict=True)
         outvars = [self._bind(v, value) for v, value in pairs]
-        written = call(function, operands, outvars, eqn, **options)
-        if written is not None:
-            self.eqns.append(written)
-        return written is not None
+        known = self.values.scope.written
+        written = call(function, operands, outvars, eqn, known)
+        self.eqns += written
+        return bool(written)
 
     def _note(
         self,

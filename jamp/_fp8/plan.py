@@ -13,7 +13,6 @@ from typing import Any
 
 from jax.extend import core as jc
 
-from jamp._autocast.decide import Decision
 from jamp._autocast.frames import Frame, Kind, frames_of
 from jamp._autocast.marks import Source
 from jamp._autocast.primitives import (
@@ -66,17 +65,10 @@ class Plan:
             v for eqn in eqns for v in eqn.invars if isinstance(v, jc.Var)
         )
 
-    def decide(self, eqn: jc.JaxprEqn, decision: Decision) -> Decision:
-        """Returns the decision on a matmul that runs in half without fp8."""
-        weight = weight_of(self.values, eqn)
-        (uses,) = self.uses_of(eqn.outvars)
-        why = self._why_half(eqn, weight, uses)
-        if why:
-            return decision._replace(why=why)
-        return decision._replace(why="fp8", fp8=weight)
-
-    def _why_half(self, eqn: jc.JaxprEqn, weight: jc.Var | None, uses: Uses) -> str:
+    def why_half(self, eqn: jc.JaxprEqn, weight: jc.Var | None) -> str:
+        """Returns why a matmul with this weight stays in half, or "" for fp8."""
         values = self.values
+        (uses,) = self.uses_of(eqn.outvars)
         if values.scope.derived:
             # Its operands may be gradients or tangents.
             return "fp8 derivative"

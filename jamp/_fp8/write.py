@@ -12,15 +12,16 @@ from typing import Any
 import numpy as np
 from jax.extend import core as jc
 
-from jamp._autocast.calls import call
-from jamp._autocast.program import Atom
+from jamp._autocast.calls import Replacement, call
+from jamp._autocast.decide import Decision, shared_weight
+from jamp._autocast.program import Atom, dtype_of
 from jamp._autocast.reasons import noting
 from jamp._autocast.rewrite import Rewriter
 from jamp._autocast.values import Values
 from jamp._core.dtypes import FLOAT32
 from jamp._core.path_rules import matches
 from jamp._fp8.options import Fp8
-from jamp._fp8.plan import Plan, Uses
+from jamp._fp8.plan import Plan, Uses, weight_of
 from jamp._fp8.quantized import FORWARD, Of, SharedKept, matmul_of, quantize
 
 
@@ -43,32 +44,35 @@ class Products:
         """Returns the policy of a checkpoint that contains fp8 matmuls."""
         return SharedKept(policy)
 
-    def call(
-        self,
-        rewriter: Rewriter,
-        eqn: jc.JaxprEqn,
-        weight: jc.Var,
-        summed: jc.Var | None,
-    ) -> tuple[Callable[..., Any], list[Atom]]:
-        """Returns the function and the operands that replace a matmul with a weight.
+    def decide(
+        self, rewriter: Rewriter, eqn: jc.JaxprEqn, decision: Decision
+    ) -> Decision:
+        """Decides on a matmul that runs in half without fp8.
 
-        All matmuls that read an operand share its quantization.
+        All matmuls that read an operand share its quantization, which this writes.
         """
-        half, first = rewriter.scope.policy.dtype, eqn.invars[0] is weight
-        loop, shared = rewriter.scope.loop, weight is summed
+        values = rewriter.values
+        weight = weight_of(values, eqn)
+        why = rewriter.fp8.why_half(eqn, weight)
+        if why or weight is None:
+            return decision._replace(why=why)
+        half, first = values.half, eqn.invars[0] is weight
+        loop, summed = rewriter.scope.loop, shared_weight(values, eqn)
+        shared = weight is summed
         # A scan would stack its fp8 weights in addition to the half ones.
         again = loop and not shared
         # `explain` needs a new trace, which records the user's line.
         make = matmul_of.__wrapped__ if noting.value else matmul_of
         numbers = eqn.params["dimension_numbers"]
-        operands: list[Atom] = []
+        operands: list[tuple[Atom, Any]] = []
         of_weight = Of.SHARED if loop and shared else Of.WEIGHT
         x = eqn.invars[1 if first else 0]
         for v, of in ((x, Of.INPUT), (weight, of_weight)):
             quantized = _quantized(rewriter, rewriter.read(v, half), of, eqn)
-            operands += rewriter.read(v, FLOAT32 if v is summed else half), *quantized
-        grad_weight = self.options.grad_weight
-        return make(numbers, first, half, grad_weight, again=again), operands
+            operands.append((v, FLOAT32 if v is summed else half))
+            operands += [(new, dtype_of(new)) for new in quantized]
+        function = make(numbers, first, half, self.options.grad_weight, again=again)
+        return Decision(self.dtype, "fp8", Replacement(function, operands))
 
 
 def _quantized(
@@ -76,9 +80,10 @@ def _quantized(
 ) -> list[jc.Var]:
     known = rewriter.quantized
     if half not in known:
-        written = call(_QUANTIZE[of], [half], None, eqn)
+        (written,) = call(_QUANTIZE[of], [half], None, eqn)
         rewriter.eqns.append(written)
         known[half] = written.outvars
+        rewriter.versions |= {v: {dtype_of(v): v} for v in written.outvars}
     return known[half]
 
 

@@ -28,7 +28,7 @@ LINEAR = {
     "residual": functools.partial(pins._pin.bind, backward=False),
     "residual (backward)": functools.partial(pins._pin.bind, backward=True),
     "apart": sums.apart,
-    "repeated": sums.repeated(jnp.bfloat16),
+    "repeated": functools.partial(sums._repeated.bind, half=jnp.bfloat16),
     "product": lambda x: products.product_with(x, jnp.eye(8), NUMBERS, False),
     "product (first)": lambda x: products.product_with(x, jnp.eye(8), NUMBERS, True),
     "row_major": layouts._row_major.bind,
