@@ -80,7 +80,7 @@ class Rewriter(Writer):
         super().__init__(values)
         self.scope, self.rules = values.scope, rules
         fp8 = self.scope.policy.fp8
-        self.fp8 = fp8.plan(values, out_uses) if fp8 else None
+        self.fp8: Any = fp8.plan(values, out_uses) if fp8 else None
         # Maps values to their fp8 versions and the exponents of their scales.
         self.quantized: dict[Atom, list[jc.Var]] = {}
         self._widened = set[Atom]()  # the values that the program casts to float64
