@@ -66,8 +66,9 @@ def program(
     # only once. Their rewritten programs must be shared too.
     key = jaxpr, tuple(given), scope.key, tuple(out_uses)
     if key not in scope.written:
-        values = Values(jaxpr, given, scope)
-        scope.written[key] = Rewriter(values, rules, out_uses)
+        rewriter = Rewriter(Values(jaxpr, given, scope), rules, out_uses)
+        rewriter.write_equations()
+        scope.written[key] = rewriter
     return scope.written[key]
 
 
@@ -86,10 +87,14 @@ class Rewriter(Writer):
         self._widened = set[Atom]()  # the values that the program casts to float64
         # Maps the first result of an open call to the programs that the call holds.
         self.calls: dict[jc.Var, list[Rewriter]] = {}
+        self.results: Sequence[Value] = ()  # known once all equations are written
         self._written: dict[Any, jc.Jaxpr] = {}
-        for eqn in values.program.eqns:
+
+    def write_equations(self) -> None:
+        """Decides on all equations of the program, and writes them."""
+        for eqn in self.values.program.eqns:
             self.equation(eqn)
-        self.results = values.of(values.program.outvars)
+        self.results = self.values.of(self.values.program.outvars)
 
     def written(self, out_dtypes: Sequence[Any] | None = None) -> jc.Jaxpr:
         """Returns the rewritten program.
