@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.dtypes import float0
 from jax.extend import core as jc
 
 from jamp._autocast import jax_internals
@@ -162,7 +163,7 @@ class Values:
 
     def _literal(self, literal: jc.Literal) -> Value:
         dtype, number = dtype_of(literal), literal.val
-        if jnp.iscomplexobj(number):
+        if dtype == float0 or jnp.iscomplexobj(number):
             return Value(dtype, source=_NO_SOURCE)
         # JAX converts the integer of `where(mask, x, 0)` in the program.
         asks = exceeds_half(float(number), self.half)

@@ -226,3 +226,44 @@ def test_a_tangent_times_a_float32_factor(level, name, order):
     for run in (gradient, jax.jit(gradient)):
         # bfloat16 has 8 bits, and the gradient sums 8 products.
         np.testing.assert_allclose(run(state, x)["w"], want, rtol=0.05, atol=0.05)
+
+
+def rows_times(x, w, ids):
+    return x[ids] @ w
+
+
+by_vjp = custom_vjp(
+    rows_times,
+    lambda *args: (rows_times(*args), args),
+    lambda args, g: jax.vjp(rows_times, *args)[1](g),
+)
+
+
+def by_grad(x, w, ids):
+    grads = jax.grad(lambda *args: by_vjp(*args).sum(), (0, 1, 2), allow_int=True)
+    dx, dw, _ = grads(x, w, ids)
+    return dx @ dw
+
+
+# The derivative of an integer is a float0, which is no number.
+OF_INTEGERS = {
+    "custom_vjp": by_vjp,
+    "jit": jax.jit(by_vjp),
+    "checkpoint": jax.checkpoint(by_vjp),
+    "scan": lambda x, w, ids: lax.scan(
+        lambda c, i: (c + by_vjp(x, w, i[None]), None), jnp.zeros((1, 4)), ids
+    )[0],
+    "grad": by_grad,
+}
+
+
+@pytest.mark.parametrize("promote", ["widest", "narrowest"])
+@pytest.mark.parametrize("name", OF_INTEGERS)
+def test_a_rule_may_differentiate_a_function_of_integers(name, promote):
+    fn, ids = OF_INTEGERS[name], jnp.array([1, 0, 1])
+    x, w = jnp.arange(12.0).reshape(3, 4), jnp.arange(16.0).reshape(4, 4) / 4
+    cast = jamp.autocast(fn, promote=promote)
+    for got, want in zip(*(jax.vjp(f, x, w, ids) for f in (cast, fn)), strict=True):
+        if callable(got):
+            got, want = (pull(jnp.ones_like(fn(x, w, ids))) for pull in (got, want))
+        jax.tree.map(np.testing.assert_array_equal, got, want)

@@ -1,7 +1,8 @@
 """Test random programs under autocast: types, integers, values and gradients.
 
-Programs of whole layers must be as accurate as under torch's rules. From the seed
-JAMP_FUZZ on, `make fuzz` runs 10,000 programs and 20,000 programs of layers.
+Programs of whole layers must be as accurate as under torch's rules, at O1, O2, O4 and
+O5. From the seed JAMP_FUZZ on, `make fuzz` runs 10,000 programs and 10,000 programs of
+layers.
 """
 
 import os
@@ -19,10 +20,11 @@ from tests.support.programs import evaluate
 from tests.support.random_programs import EVERY, is_smooth, program, run
 
 ERROR = {"float16": 0.01, "bfloat16": 0.08}  # for values of order 1
-SAMPLE, CHUNK, CHUNKS = 12, 100, 100
-LAYERED, LAYERED_CHUNKS = 1000, 20
+SAMPLE, TRACED, CHUNK, CHUNKS = 12, 20, 100, 100
+LAYERED, LAYERED_CHUNKS = 500, 20
 
-pytestmark = [pytest.mark.slow, pytest.mark.standard_promotion]
+pytestmark = pytest.mark.standard_promotion
+slow = pytest.mark.slow
 
 
 def case(seed):
@@ -82,11 +84,13 @@ def raises(fn, *args):
     return False
 
 
+@slow
 def test_every_operation():
     floats = [jnp.asarray(np.random.default_rng(2).normal(size=(4, 4)), jnp.float32)]
     assert check(EVERY, 2 * floats, "float16", "widest")
 
 
+@slow
 @pytest.mark.parametrize("seed", range(SAMPLE))
 def test_random_programs(seed):
     check(program(seed), *case(seed))
@@ -98,6 +102,7 @@ def seeds(chunk, size):
     return range(start, start + size)
 
 
+@slow
 @pytest.mark.parametrize("chunk", more("FUZZ", range(CHUNKS)))
 def test_many_random_programs(chunk):
     found, failed = [], []
@@ -111,10 +116,17 @@ def test_many_random_programs(chunk):
     assert found.count(None) < CHUNK / 10
 
 
+@pytest.mark.parametrize("seed", range(TRACED))
+def test_layers_keep_their_types(seed):
+    against_torch.trace(seed)
+
+
+@slow
 def test_layers_are_as_accurate_as_by_torchs_rules():
-    assert against_torch.beyond([2]) == []
+    assert against_torch.beyond([2, 5]) == []
 
 
+@slow
 @pytest.mark.parametrize("chunk", more("FUZZ", range(LAYERED_CHUNKS)))
 def test_many_programs_of_layers(chunk):
     assert against_torch.beyond(seeds(chunk, LAYERED)) == []

@@ -26,6 +26,13 @@ def half(x):
     return np.asarray(jnp.asarray(x, jnp.float32).astype(jnp.bfloat16), np.float64)
 
 
+def kept(first, second):
+    """Adds in a Ref, which keeps the dtype of its first value."""
+    ref = jax.new_ref(first)
+    ref[...] += second
+    return jax.freeze(ref)
+
+
 def product():
     return half(half(X) @ half(W))
 
@@ -52,13 +59,18 @@ def product():
             lambda: jax.lax.scan(lambda c, _: (c @ W[:, :4], c[0]), X, length=2)[1],
             lambda: [np.float64(X[0]), half(half(X) @ half(W[:, :4]))[0]],
         ),
+        (lambda: kept(X @ W, X[:, :1]), lambda: half(product() + np.float64(X[:, :1]))),
+        (
+            lambda: jax.lax.cond(S > 0, lambda: X @ W, lambda: jnp.exp(X @ W)),
+            product,
+        ),
         (
             lambda: jax.grad(lambda w: jnp.exp(X @ w).sum())(W),
             lambda: half(half(X).T @ half(np.exp(product()))),
         ),
     ],
     ids="product bias scale column 0-d python exp reciprocal tanh sum silu alone "
-    "scan grad".split(),
+    "scan ref cond grad".split(),
 )
 def test_the_oracle_follows_torch(fn, expected):
     got = torch_autocast(fn, "bfloat16")()

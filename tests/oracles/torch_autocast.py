@@ -69,12 +69,20 @@ class Value(NamedTuple):
 
 def torch_autocast[**P, R](fn: Callable[P, R], half: Any) -> Callable[P, R]:
     """Returns `fn` under torch's rules, which takes and returns float32."""
+    return _interpreted(fn, half, _Interpreter)
 
+
+def by_hand[**P, R](fn: Callable[P, R], half: Any) -> Callable[P, R]:
+    """Returns `fn` as a half model. The carries of its loops are float32."""
+    return _interpreted(fn, half, _ByHand)
+
+
+def _interpreted(fn: Callable, half: Any, interpreter: type["_Interpreter"]):
     @functools.wraps(fn)
-    def wrapped(*args: P.args) -> R:
+    def wrapped(*args):
         closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
         leaves = [jnp.asarray(x) for x in jax.tree.leaves(args)]
-        outs = _Interpreter(half, leaves).run(closed, list(map(of_array, leaves)))
+        outs = interpreter(half, leaves).run(closed, list(map(of_array, leaves)))
         recorded = [x.dtype for x in jax.tree.leaves(shape)]
         arrays = [cast(v.array, d) for v, d in zip(outs, recorded, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(shape), arrays)
@@ -87,7 +95,8 @@ def of_array(x: Any) -> Value:
 
 
 def is_float32(atom: Any) -> bool:
-    return getattr(atom.aval, "dtype", None) == F32
+    is_array = isinstance(atom.aval, jax.core.ShapedArray)  # and no Ref
+    return is_array and atom.aval.dtype == F32
 
 
 def cast(x: Array, dtype: Any) -> Array:
@@ -268,13 +277,72 @@ class _Interpreter:
         rows = rows[::-1] if params["reverse"] else rows
         return [*carry, *(of_array(stacked(ys)) for ys in zip(*rows, strict=True))]
 
+    def _cond(self, eqn: jc.JaxprEqn, ins: list[Value]) -> list[Value]:
+        """Runs all branches and selects, because the index may be a batch."""
+        branches = [self.run(b, ins[1:]) for b in eqn.params["branches"]]
+        index, outs = ins[0].array.astype(jnp.int32), []
+        for values in zip(*branches, strict=True):
+            dtype = widest(list({v.array.dtype for v in values}))
+            cases = [cast(v.array, dtype) for v in values]
+            outs.append(of_array(lax.select_n(index, *cases)))
+        return outs
+
+    # Refs, which keep the dtype of their first value.
+
+    def _new_ref(self, eqn: jc.JaxprEqn, ins: list[Value]) -> list[Value]:
+        return [of_array(jax.new_ref(ins[0].array))]
+
+    def _in_place(self, eqn: jc.JaxprEqn, ins: list[Value]) -> list[Value]:
+        ref, value, *index = (v.array for v in ins)
+        outs = self.bind(eqn, [ref, cast(value, ref.dtype), *index])
+        return list(map(of_array, outs))
+
+    _swap = _addupdate = _in_place
+
+    def _get(self, eqn: jc.JaxprEqn, ins: list[Value]) -> list[Value]:
+        return list(map(of_array, self.bind(eqn, [v.array for v in ins])))
+
+    _freeze = _get
+
     # Functions with custom derivatives.
 
     def _custom_jvp_call(self, eqn: jc.JaxprEqn, ins: list[Value]) -> list[Value]:
-        """Runs one kernel, whose results have the dtypes that its body returns."""
+        """Runs one kernel, whose results have the dtypes that its body returns.
+
+        With matmuls, torch casts inside, and the derivative must be the true one.
+        """
         program = eqn.params["call_jaxpr"]
-        assert not products_of(program), "torch would cast inside"
+        if products_of(program.jaxpr):
+            return self.run(program, ins)
         return self.one_kernel(eqn, ins, *_dtypes(lambda: self.run(program, ins)))
+
+    def _custom_vjp_call(self, eqn: jc.JaxprEqn, ins: list[Value]) -> list[Value]:
+        return self.run(eqn.params["call_jaxpr"], ins)
+
+
+class _ByHand(_Interpreter):
+    """Runs a model in half. In a loop, what is computed from a carry is float32."""
+
+    loops = 0
+
+    def dtype(self, eqn: jc.JaxprEqn, ins: list[Value], floats: list[Value]) -> Any:
+        return super().dtype(eqn, ins, floats) if self.loops else self.half
+
+    def one_kernel(
+        self, eqn: jc.JaxprEqn, ins: list[Value], *dtypes: Any
+    ) -> list[Value]:
+        return super().one_kernel(eqn, ins, *(dtypes if self.loops else [self.half]))
+
+    def _scan(self, eqn: jc.JaxprEqn, ins: list[Value]) -> list[Value]:
+        consts, carried, _ = (len(list(p)) for p in eqn.params["ft_in"].unpack())
+        entering = []
+        for i, (v, atom) in enumerate(zip(ins, eqn.invars, strict=True)):
+            dtype = F32 if consts <= i < consts + carried else self.half
+            entering.append(of_array(cast(v.array, dtype)) if is_float32(atom) else v)
+        self.loops += 1
+        outs = super()._scan(eqn, entering)
+        self.loops -= 1
+        return outs
 
 
 def _cast(values: Sequence[Value], avals: Sequence[Any]) -> list[Any]:

@@ -1,7 +1,8 @@
 """Draw random programs of whole layers, over data that half precision holds badly.
 
 A layer takes two activations and the data, and returns an activation of the same shape.
-No layer names a dtype, so its float64 run is the exact answer.
+No layer names a dtype, so its float64 run is the exact answer. A program nests layers
+in JAX's constructs.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax, nn
 
-from tests.support.random_programs import Step
+from tests.support.constructs import AROUND, repeat
+from tests.support.random_hazards import HAZARDS, over_time
+from tests.support.random_programs import Step, program
 from tests.support.small_programs import ints, normal, uniform
 
 ROWS, TIME, SIZE, WIDE = 3, 4, 8, 16
@@ -100,11 +103,6 @@ def conv(a: Array, kernel: Array, **options: Any) -> Array:
 
 def pooled(a: Array, start: float, reduce: Callable) -> Array:
     return lax.reduce_window(a, start, reduce, (1, 2, 1), (1, 1, 1), "SAME")
-
-
-def over_time(step, start: Array, a: Array) -> Array:
-    rows = jnp.swapaxes(a, 0, 1)
-    return jnp.swapaxes(lax.scan(step, start, rows)[1], 0, 1)
 
 
 def rnn(a: Array, c: Array, d: Data) -> Array:
@@ -211,14 +209,16 @@ def mlp(activation: Callable) -> Callable:
 
 
 LAYERS = {
-    "linear": lambda a, c, d: a @ d.w + d.bias,
+    "affine": lambda a, c, d: a @ d.w + d.bias,
     **{name: mlp(getattr(nn, name)) for name in "gelu silu relu softplus elu".split()},
     "glu": lambda a, c, d: nn.glu(a @ d.w_in),
     "jitted": lambda a, c, d: jax.jit(lambda a: nn.silu(a @ d.w))(a) + c,
     "layer_norm": lambda a, c, d: layer_norm(a) * d.scale + d.bias,
     "rms_norm": lambda a, c, d: rms_norm(a) * d.scale,
     "batch_norm": lambda a, c, d: batch_norm(a @ d.w) * d.scale + d.bias,
-    "remat": lambda a, c, d: jax.checkpoint(lambda a: nn.gelu(layer_norm(a) @ d.w))(a),
+    "checkpointed": lambda a, c, d: jax.checkpoint(
+        lambda a: nn.gelu(layer_norm(a) @ d.w)
+    )(a),
     "residual": lambda a, c, d: a + c @ d.w,
     "attention": lambda a, c, d: masked(scores(a, c, d), -jnp.inf) @ c,
     "attention_1e9": lambda a, c, d: masked(scores(a, c, d), -1e9) @ (c @ d.w),
@@ -247,8 +247,8 @@ LAYERS = {
     "euler": euler,
     "linear_recurrence": linear_recurrence,
     "ema": lambda a, c, d: 0.999 * a + 0.001 * (c @ d.w),
-    "vmap": lambda a, c, d: jax.vmap(lambda a, c: jnp.tanh(a @ d.w) + c.sum(0))(a, c),
-    "custom_jvp": custom_jvp,
+    "mapped": lambda a, c, d: jax.vmap(lambda a, c: jnp.tanh(a @ d.w) + c.sum(0))(a, c),
+    "softplus_by_rule": custom_jvp,
     "ratio": lambda a, c, d: (a @ d.w) / (jnp.abs(c) + 1e-3),
     "ratio_1e6": lambda a, c, d: (a @ d.w) / (jnp.abs(c) + 1e-6),
     "log_ratio": log_ratio,
@@ -288,19 +288,41 @@ LAYERS = {
 }
 
 
-def layer_program(seed: int, steps: Sequence[Step]) -> Callable[..., list[Array]]:
+def repeated(fn: Callable) -> Callable:
+    """Calls a layer in two iterations of a loop, from the result of a matmul."""
+    return lambda a, c, *d: repeat(
+        lambda h, _: fn(h, c, *d), a @ named(d).w, None, length=2
+    )
+
+
+WRAPPERS = {n: AROUND[n] for n in "jit cond vmap custom_jvp custom_vjp".split()}
+WRAPPERS |= {"remat": AROUND["checkpoint"], "scan": repeated}
+OPS = (*LAYERS, *HAZARDS, *HAZARDS, *WRAPPERS)
+
+
+def named(arrays: Sequence[Array]) -> Data:
+    return Data(**dict(zip(MAKERS, arrays, strict=True)))
+
+
+def layer_program(seed: int) -> Callable[..., list[Array]]:
     """Returns a function from all data to the results of the last two steps."""
-    start = STARTS[seed % len(STARTS)]
+    steps, start = program(seed, OPS), STARTS[seed // 2 % len(STARTS)]
 
     def fn(*arrays):
-        data = Data(**dict(zip(MAKERS, arrays, strict=True)))
-        values = [data.x, getattr(data, start)]
-        for step in steps:
-            # Most steps use the last value, so that programs are deep.
-            deep = step.left % 3
-            a = values[-1] if deep else values[step.left % len(values)]
-            c = values[step.right % len(values)]
-            values.append(LAYERS[step.op](a, c, data))
-        return values[-2:]
+        data = named(arrays)
+        return run(steps, [data.x, getattr(data, start)], arrays)[-2:]
 
     return fn
+
+
+def run(steps: Sequence[Step], values: list[Array], arrays: Sequence[Array]):
+    for step in steps:
+        # Most steps use the last value, so that programs are deep.
+        a = values[-1] if step.left % 3 else values[step.left % len(values)]
+        c = values[step.right % len(values)]
+        if step.inside:
+            inner = lambda a, c, *d, s=step: run(s.inside, [c, a], d)[-1]  # noqa: E731
+            values.append(WRAPPERS[step.op](inner)(a, c, *arrays))
+        else:
+            values.append((LAYERS | HAZARDS)[step.op](a, c, named(arrays)))
+    return values
