@@ -184,9 +184,6 @@ def test_bad_options_are_named(call, match):
         call()
 
 
-# ---- functions that are replaced while autocast traces
-
-
 @pytest.fixture
 def module():
     return types.SimpleNamespace(product=product)

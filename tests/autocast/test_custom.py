@@ -180,9 +180,7 @@ def test_a_leak_without_custom_rules_gets_no_advice_about_them():
     assert "derivative" not in "".join(getattr(error.value, "__notes__", []))
 
 
-# ---- a user's JVP rule whose tangent is multiplied by a float32 factor
-
-
+# A user's JVP rule whose tangent is multiplied by a float32 factor.
 def _sech2(x):
     return 1 / jnp.cosh(x) ** 2
 

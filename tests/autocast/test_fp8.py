@@ -62,9 +62,6 @@ def why(fn, state, *args):
     return [op.why for op in found if op.flops and op.why != "derivative"]
 
 
-# ---- digits
-
-
 def layers(params, x, then=lambda y: y):
     """Multiplies `x` by `w`, applies `then`, and multiplies by `last`."""
     first = x * params["one"]  # an activation, because it depends on a param
@@ -130,9 +127,6 @@ def test_float16_does_not_overflow_before_the_scale():
     x = jnp.full((ROWS, N), 4.0)
     got = layer_of(x, jnp.full((N, N), 4.0), jnp.ones((ROWS, N)), level="O2")
     np.testing.assert_array_equal(np.asarray(got["y"]), 16.0 * N)
-
-
-# ---- which products
 
 
 def transformer(params, x):
@@ -312,9 +306,6 @@ def test_disable_fp8_around_a_call():
     assert first != second == evaluate(plain, X)
 
 
-# ---- JAX's transformations
-
-
 def block(h, w):
     return h + jnp.tanh(h @ w)
 
@@ -488,9 +479,6 @@ def test_a_second_derivative_is_an_error_not_nan(argnums, derivative):
 
     with pytest.raises(NotImplementedError, match="no second derivative.*disable_fp8"):
         derivative(penalty, argnums)(X, state.params["w"])
-
-
-# ---- options
 
 
 BAD = {

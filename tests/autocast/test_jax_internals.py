@@ -66,9 +66,6 @@ def test_a_loop_invariant_is_quantized_before_the_loop(name):
     np.testing.assert_array_equal(jax.jit(fn)(X), expected)
 
 
-# ---- programs in the parameters of equations
-
-
 def optimized_vjp(fn):
     """Returns a forward pass, the only place where JAX has `remat_opt`."""
     forward = lambda x: (fn(x), x)  # noqa: E731

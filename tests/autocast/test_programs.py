@@ -130,9 +130,6 @@ def test_constants_that_half_cannot_hold_keep_their_value(name):
         close(jamp.autocast(fn, promote=promote)(W), fn(W), HALVES["float16"])
 
 
-# ---- other dtypes
-
-
 def test_float64_stays():
     with jax.enable_x64(True):
         x = jnp.asarray(np.random.default_rng(1).normal(size=(4, 4)))
@@ -211,9 +208,6 @@ def test_a_derivative_keeps_the_plain_name_stacks():
 
     assert stacks(jamp.autocast(layers)) == stacks(layers)
     assert any("outer" in where for where in stacks(layers))
-
-
-# ---- results: arrays with the plain function's dtypes and weak types
 
 
 X = jnp.arange(4.0)

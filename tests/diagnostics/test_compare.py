@@ -134,9 +134,6 @@ def test_a_planted_fault_is_found_and_its_advice_repairs_it(fault, framework):
     assert not [row for row in again.flagged if row.source in lines], again
 
 
-# ---- known errors
-
-
 LOSSES = optax.softmax_cross_entropy_with_integer_labels
 
 
@@ -232,9 +229,6 @@ def test_ulps_overflow_and_underflow_match_numpy():
     assert row.overflow == np.mean(~good) > 0 and np.isinf(row.error)
     assert row.underflow == np.mean(half == 0) > 0
     np.testing.assert_allclose(row.ulps, (gap / unit)[normal].max(), 0.01)
-
-
-# ---- kinds of programs
 
 
 def with_haiku():

@@ -19,9 +19,6 @@ W = jax.random.normal(jax.random.key(0), (8, 8))
 X = jax.random.normal(jax.random.key(1), (4, 8))
 
 
-# ---- compare and locate
-
-
 def per_step(p, x):
     step = lambda c, _: (c := jnp.tanh(c @ p), c.sum())  # noqa: E731
     return lax.scan(step, x, length=5)[1].mean()
@@ -56,9 +53,6 @@ def test_an_operation_without_a_loop_may_have_a_mean():
 def test_locate_reads_through_references(level):
     location = locate(through_a_reference)(make(level, W), X.at[1, 1].set(jnp.inf))
     assert "dot_general" in str(location) or "argument" in str(location)
-
-
-# ---- functions of the user
 
 
 class Layer:
@@ -108,9 +102,6 @@ def test_linear_algebra_in_a_half_function_says_what_to_write(name):
         jamp.autocast(fn)(X)
     inner = jamp.float_function(lambda x: function(x + jnp.eye(4))[0])
     jamp.autocast(jamp.half_function(lambda x: inner(x @ x.T)))(X)
-
-
-# ---- warnings
 
 
 _unknown = jax.extend.core.Primitive("made_up")

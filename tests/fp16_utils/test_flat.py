@@ -107,9 +107,6 @@ def test_norms_and_clipping_are_per_group():
     assert_run(trees, txs, data(6, (0, 4), tree=trees), tuple(trees))
 
 
-# Skips, and the scale
-
-
 @pytest.mark.parametrize("dynamic, bad", [(True, 0), (False, 1), (True, 1)])
 def test_a_skip_leaves_every_bit_with_a_static_scale_too(dynamic, bad):
     scale = 2.0**16 if dynamic else 128.0

@@ -255,8 +255,6 @@ def test_a_line_search_evaluates_the_closure_at_other_weights():
     assert losses[0] > 100 * losses[-1]
 
 
-# Checkpoints
-
 OPTIMIZER = make(fused_adam(1e-2), window=3)
 KEYS = {
     *("dynamic_loss_scale", "optimizer_state_dict", "loss_scaler", "overflow"),

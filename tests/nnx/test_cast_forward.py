@@ -123,9 +123,6 @@ def test_in_a_loss_it_ends_the_half_part():
     assert loss == 4 * 4095
 
 
-# ---- classes that Flax supports
-
-
 REGISTRY: list[str] = []
 
 

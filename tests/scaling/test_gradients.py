@@ -141,9 +141,6 @@ def test_a_habit_is_the_right_step_or_a_skip(name, level):
         assert_skipped_and_lowered(step(state, bad), state)
 
 
-# The table of the origins of gradients
-
-
 @pytest.mark.slow
 def test_the_table_keeps_no_array_alive():
     state = begin("O2")
@@ -204,9 +201,6 @@ def test_several_losses_need_one_tree_each(name):
     state = begin("O2", num_losses=2)
     with pytest.raises(error, match=words):
         state.apply_gradients(grads=change(zeros(state)), loss_id=loss_id)
-
-
-# Bytes, compiled for an H200
 
 
 @pytest.mark.h200

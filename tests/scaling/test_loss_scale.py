@@ -74,9 +74,6 @@ def advance(rule, flags, state=None):
     return state
 
 
-# The oracle, checked on values derived by hand
-
-
 def test_oracle_tolerates_hysteresis_minus_one_overflows():
     rule = oracle.Rule(hysteresis=3)
     states = run_oracle(rule, [False, False, False, False, True, False, False, False])

@@ -115,9 +115,6 @@ def test_only_states_of_concrete_arrays_are_accepted():
             jax.jit(lambda s, call=call: call(s) or 0)(make())
 
 
-# jamp.check
-
-
 def after(*good, **kwargs):
     """Returns a state after good and bad steps."""
     state = make(**kwargs)

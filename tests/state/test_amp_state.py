@@ -346,8 +346,6 @@ def test_gradients_of_groups_in_the_wrong_container_are_refused():
 
 
 # Flax's fp8 overwrites values with their gradients.
-
-
 @jax.custom_vjp
 def measured(scale, x):
     return x * 1.0

@@ -229,8 +229,6 @@ def test_verbosity_prints_nothing_one_line_or_the_report_of_apex(capsys):
     assert capsys.readouterr().out.splitlines() == lines
 
 
-# Statistics, and containers of groups
-
 WHITENED, STATISTICS = {"whitening": {"scale": W["w"]}}, {"whitening": STATS}
 GAN = {"g": WHITENED, "d": {"dense": W}}
 

@@ -18,8 +18,6 @@ from tests.oracles import loss_scale
 from tests.support.bits import assert_same_bits
 from tests.support.states import like, make, wide, with_scales
 
-# The whole state after every step
-
 
 class Setup(NamedTuple):
     """The models of each group and of each loss, and the groups that a loss trains.
@@ -235,9 +233,6 @@ def test_half_leaves_sum_their_losses_in_fp32_with_and_without_masters(level):
     # float16 cannot hold 2049.
     for leaf in after.params.values():
         assert (np.float32(leaf) == -(2.0**-11)).all()
-
-
-# Skips of groups, and the movement of scales
 
 
 def slope(p, x):
