@@ -359,7 +359,8 @@ measured.defvjp(
 
 def fp8_state(level="O2", pack=dict, **kwargs):
     w, amax = jnp.asarray([1.0, 2.0], jnp.float32), jnp.asarray(3.0, jnp.float32)
-    tree = {"params": {"w": w}, "_overwrite_with_gradient": {"amax": amax}}
+    values = {"amax": amax, "n": jnp.asarray([3, 4])}
+    tree = {"params": {"w": w}, "_overwrite_with_gradient": values, "other": w}
     return make(level, pack(tree), optax.sgd(1.0, momentum=0.9), **kwargs)
 
 
@@ -385,6 +386,8 @@ def test_overwrite_with_gradient_is_honoured(level, pack):
     # The gradient is written without scaling, unscaling or a step.
     amax = after.params["_overwrite_with_gradient"]["amax"]
     assert (amax.dtype, amax, type(after.params)) == (jnp.float32, 7.0, pack)
+    fixed = lambda p: (p["_overwrite_with_gradient"]["n"], p["other"])  # noqa: E731
+    assert_same_bits(fixed(after.params), fixed(state.params))
     w = halved(np.float32([1 - 2.0**-6, 2 - 2.0**-6]), level)
     assert bits(after.params["params"]["w"]) == w.tobytes()
     dynamic = fp8_state(level, pack, loss_scale="dynamic")
