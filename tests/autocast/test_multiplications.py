@@ -114,17 +114,3 @@ def test_the_gradient_of_a_matvec_is_an_outer_product():
     for promote in ("widest", "narrowest"):
         cast = jamp.autocast(ones, "bfloat16", promote=promote)
         np.testing.assert_array_equal(cast(w, t)[0], t)
-
-
-def test_why_a_scaling_einsum_is_float32():
-    h, s = normal(4, 8), normal(4)
-
-    def scaled(h, s, **options):
-        return jnp.einsum("b,bd->bd", s @ jnp.eye(4), h @ jnp.eye(8), **options)
-
-    def dtype(**options):
-        found = jamp.explain(lambda h, s: scaled(h, s, **options))(h, s).operations
-        return found[-1].dtype, found[-1].why
-
-    assert dtype() == ("float32", "fusion")
-    assert dtype(precision="highest") == ("float32", "precision")
