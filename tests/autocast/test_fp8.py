@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
@@ -17,6 +16,7 @@ from tests.oracles import fp8 as oracle
 from tests.support.constructs import AROUND, custom_vjp, repeat
 from tests.support.near import distance
 from tests.support.programs import equations, walk
+from tests.support.states import make
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -36,9 +36,7 @@ def weights(*names):
 
 
 def state_of(params, level="O6", fp8=ALL, **options):
-    return jamp.initialize(
-        params, optax.sgd(0.1), level, fp8=fp8, verbosity=0, **options
-    )
+    return make(level, params, fp8=fp8, **options)
 
 
 def forward_of(state, fn):
