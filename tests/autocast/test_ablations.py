@@ -178,10 +178,8 @@ def scaled_exponential():
     numbers = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
     fn = lambda scale, x: scale * jnp.exp(x) + scale  # noqa: E731
     written = jamp.cast_forward(fn, jamp.Properties.from_opt_level("O5"))
-    got = written(jnp.ones((8, 4), jnp.bfloat16), numbers)
-    return np.abs(
-        np.asarray(got, float) / (np.exp(numbers.astype(float)) + 1) - 1
-    ).max()
+    got = np.asarray(written(jnp.ones((8, 4), jnp.bfloat16), numbers), float)
+    return np.abs(got / (np.exp(numbers.astype(float)) + 1) - 1).max()
 
 
 def total():

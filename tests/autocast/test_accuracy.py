@@ -39,8 +39,7 @@ def test_a_softmax_gradient_cancels_a_constant_along_a_row():
     assert error(np.asarray(got, float), exact) < 0.02
 
 
-# ---- norms of activations around 300, whose squares overflow float16
-
+# Norms of activations around 300, whose squares overflow float16.
 IMAGES = RNG.normal(size=(32, FEATURES)).astype(np.float32)
 MIX = RNG.normal(size=(FEATURES, 32)).astype(np.float32) * 75  # products around 300
 

@@ -32,10 +32,8 @@ def with_cudnn(monkeypatch):
 
 def fused(query, key, value, mask=None, **options):
     """Computes attention for Flax's `attention_fn`, as the docs write it."""
-    del options
-    return jax.nn.dot_product_attention(
-        query, key, value, mask=mask, implementation="cudnn"
-    )
+    options = {"mask": mask, "implementation": "cudnn"}
+    return jax.nn.dot_product_attention(query, key, value, **options)
 
 
 @jamp.half_kernel

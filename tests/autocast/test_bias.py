@@ -6,11 +6,11 @@ The other values are added in float32, as with torch's rules.
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jamp
 from tests.support.programs import evaluate
+from tests.support.states import make
 
 KEYS = jax.random.split(jax.random.key(0), 3)
 X = jax.random.normal(KEYS[1], (64, 16))
@@ -32,76 +32,52 @@ def column(p, x):
     return (x @ p["w"])[:, 0]
 
 
-# Each adds a float32 value to a half matmul: the function and its value in float64.
+# Each adds a float32 value to a half matmul.
 NO_BIAS = {
-    "gathered rows": (
-        lambda p, x, last: column(p, x) + p["shift"][Z],
-        H + SHIFT[Z],
+    "gathered rows": lambda p, x, last: column(p, x) + p["shift"][Z],
+    "taken rows": lambda p, x, last: jnp.take(p["shift"], Z) + column(p, x),
+    "one hot": lambda p, x, last: (
+        column(p, x) + jnp.dot(jax.nn.one_hot(Z, 4), p["shift"], precision="highest")
     ),
-    "taken rows": (
-        lambda p, x, last: jnp.take(p["shift"], Z) + column(p, x),
-        H + SHIFT[Z],
+    "data": lambda p, x, last: last + column(p, x),
+    "data, a slice": lambda p, x, last: column(p, x) + jnp.stack([last, last])[1],
+    "data beside a vector": lambda p, x, last: x @ p["w"][:, 0] + last,
+    "data in a jit": jax.jit(lambda p, x, last: column(p, x) + last),
+    "data of a scan": lambda p, x, last: jax.lax.scan(
+        lambda c, xs: (c, column(p, xs[0]) + xs[1]), 0.0, (x[None], last[None])
+    )[1][0],
+    "computed": lambda p, x, last: x @ p["wide"] + jnp.exp(p["series"])[None],
+    "computed before a jit": lambda p, x, last: jax.jit(add)(
+        p["wide"], x, jnp.exp(p["series"])
     ),
-    "one hot": (
-        lambda p, x, last: (
-            column(p, x)
-            + jnp.dot(jax.nn.one_hot(Z, 4), p["shift"], precision="highest")
-        ),
-        H + SHIFT[Z],
+    "computed before a custom_vjp": lambda p, x, last: add_vjp(
+        p["wide"], x, jnp.exp(p["series"])
     ),
-    "data": (lambda p, x, last: last + column(p, x), H + np.float64(LAST)),
-    "a slice of data": (
-        lambda p, x, last: column(p, x) + jnp.stack([last, last])[1],
-        H + np.float64(LAST),
+    "computed before a checkpoint": lambda p, x, last: jax.checkpoint(add)(
+        p["wide"], x, jnp.exp(p["series"])
     ),
-    "data beside a vector": (
-        lambda p, x, last: x @ p["w"][:, 0] + last,
-        H + np.float64(LAST),
+    "a sum of inputs": lambda p, x, last: (
+        x @ p["wide"] + (p["series"] + 250 * p["series"])
     ),
-    "data in a jit": (
-        lambda p, x, last: jax.jit(lambda p, x, y: column(p, x) + y)(p, x, last),
-        H + np.float64(LAST),
+    "a cumulative sum": lambda p, x, last: (
+        x @ p["wide"] + 100 * jnp.cumsum(p["series"])
     ),
-    "data of a scan": (
-        lambda p, x, last: jax.lax.scan(
-            lambda c, xs: (c, column(p, xs[0]) + xs[1]), 0.0, (x[None], last[None])
-        )[1][0],
-        H + np.float64(LAST),
-    ),
-    "computed": (
-        lambda p, x, last: x @ p["wide"] + jnp.exp(p["series"])[None],
-        HIDDEN + np.exp(SERIES),
-    ),
-    "computed before a jit": (
-        lambda p, x, last: jax.jit(lambda p, x, y: x @ p["wide"] + y)(
-            p, x, jnp.exp(p["series"])
-        ),
-        HIDDEN + np.exp(SERIES),
-    ),
-    "computed before a custom_vjp": (
-        lambda p, x, last: add_vjp(p["wide"], x, jnp.exp(p["series"])),
-        HIDDEN + np.exp(SERIES),
-    ),
-    "computed before a checkpoint": (
-        lambda p, x, last: jax.checkpoint(lambda p, x, y: x @ p["wide"] + y)(
-            p, x, jnp.exp(p["series"])
-        ),
-        HIDDEN + np.exp(SERIES),
-    ),
-    "a sum of inputs": (
-        lambda p, x, last: x @ p["wide"] + (p["series"] + 250 * p["series"]),
-        HIDDEN + 251 * SERIES,
-    ),
-    "a cumulative sum": (
-        lambda p, x, last: x @ p["wide"] + 100 * jnp.cumsum(p["series"]),
-        HIDDEN + 100 * np.cumsum(SERIES),
-    ),
+}
+# Their values in float64, by the first words of their names.
+VALUES = {
+    ("gathered", "taken", "one hot"): H + SHIFT[Z],
+    ("data",): H + np.float64(LAST),
+    ("computed",): HIDDEN + np.exp(SERIES),
+    ("a sum",): HIDDEN + 251 * SERIES,
+    ("a cumulative",): HIDDEN + 100 * np.cumsum(SERIES),
 }
 
 
-@jax.custom_vjp
-def add_vjp(w, x, y):
+def add(w, x, y):
     return x @ w + y
+
+
+add_vjp = jax.custom_vjp(add)
 
 
 add_vjp.defvjp(
@@ -113,9 +89,9 @@ add_vjp.defvjp(
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", NO_BIAS)
 def test_these_are_added_in_float32(name, level):
-    function, want = NO_BIAS[name]
+    (want,) = (value for words, value in VALUES.items() if name.startswith(words))
     half = "float16" if level == "O1" else "bfloat16"
-    got = evaluate(jamp.autocast(function, half), P, X, LAST)
+    got = evaluate(jamp.autocast(NO_BIAS[name], half), P, X, LAST)
     # The matmul rounds to half; the sum does not. Matmuls here are below 4.
     error = 4 * float(jnp.finfo(half).eps)
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=error)
@@ -161,9 +137,7 @@ def loss_fn(params, x):
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 def test_a_kept_param_of_the_size_of_a_half_value_is_added_in_float32(level):
     options = {} if level in LEVELS else {"keep_fp32": "shift"}
-    state = jamp.initialize(
-        P, optax.sgd(0.1), level, loss_scale=1.0, verbosity=0, **options
-    )
+    state = make(level, P, loss_scale=1.0, **options)
     loss, grads = jax.jit(jamp.scaled_value_and_grad(loss_fn))(state, X)
     np.testing.assert_allclose(loss, (H + SHIFT[Z]).mean(), atol=0.005)
     np.testing.assert_allclose(grads["shift"], np.full(4, 1 / 4), rtol=0.01)

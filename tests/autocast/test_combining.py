@@ -42,14 +42,9 @@ COMBINING = {
 @pytest.mark.parametrize("name", COMBINING)
 def test_functions_of_single_numbers_run_in_any_dtype(name):
     fn = COMBINING[name]
-    regions = (
-        fn,
-        jamp.half_function(fn),
-        jamp.promote_function(fn),
-        jamp.float_function(fn),
-    )
+    marks = jamp.half_function, jamp.promote_function, jamp.float_function
     expected = fn(W @ W)
-    for region in regions:
+    for region in (fn, *(mark(fn) for mark in marks)):
         for promote in ("widest", "narrowest"):
             half = jamp.autocast(lambda w, f=region: f(w @ w), promote=promote)
             for run in (half, jax.jit(half)):

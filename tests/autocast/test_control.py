@@ -184,9 +184,6 @@ def test_bad_options_are_named(call, match):
         call()
 
 
-# ---- functions that are replaced while autocast traces
-
-
 @pytest.fixture
 def module():
     return types.SimpleNamespace(product=product)
@@ -228,9 +225,7 @@ def test_the_original_returns_after_the_last_of_two_threads(module, lists):
         left.set()
 
     waits = {"first": entered["second"], "second": left}
-    first, second = (
-        threading.Thread(target=trace, args=item) for item in waits.items()
-    )
+    first, second = (threading.Thread(target=trace, args=x) for x in waits.items())
     first.start()
     assert entered["first"].wait(INSIDE)
     assert module.product is not product

@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax import lax
 
 import jamp
 from tests.support.constructs import custom_vjp
 from tests.support.extent import slow_except
+from tests.support.states import make
 
 ORDER = np.array([2, 0, 1])
 BACK = np.argsort(ORDER)
@@ -180,9 +180,7 @@ def test_a_leak_without_custom_rules_gets_no_advice_about_them():
     assert "derivative" not in "".join(getattr(error.value, "__notes__", []))
 
 
-# ---- a user's JVP rule whose tangent is multiplied by a float32 factor
-
-
+# A user's JVP rule whose tangent is multiplied by a float32 factor.
 def _sech2(x):
     return 1 / jnp.cosh(x) ** 2
 
@@ -217,9 +215,7 @@ def test_a_tangent_times_a_float32_factor(level, name, order):
     f.defjvp(lambda p, t: (function(*p), ORDERS[order](*t, factor, *p)))
     w = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4)) / 2, jnp.float32)
     x = jnp.asarray(np.random.default_rng(1).normal(size=(8, 4)) / 2, jnp.float32)
-    state = jamp.initialize(
-        {"w": w}, optax.sgd(1.0), level, loss_scale=1.0, verbosity=0
-    )
+    state = make(level, {"w": w}, loss_scale=1.0)
     gradient = jamp.scaled_grad(lambda params, x: f(x @ params["w"]).sum())
     h = np.float64(x) @ np.float64(w)
     want = np.float64(x).T @ in_numpy(h)

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 import jamp
 from tests.autocast.test_coverage import TOLERANCE, W, X, both_passes
 from tests.support.near import assert_near, distance
+from tests.support.states import make
 
 pytestmark = pytest.mark.slow
 
@@ -83,8 +84,7 @@ def test_products_in_fp8(place):
     normal = np.random.default_rng(0).normal
     w = [normal(size=(16, 16)).astype(np.float32) / 4 for _ in range(3)]
     x, params = normal(size=(8, 16)).astype(np.float32), {"w": w, "one": np.float32(1)}
-    options = {"fp8": jamp.Fp8(smallest=1), "opt_level": "O6", "verbosity": 0}
-    state = jamp.initialize(jax.device_put(params, P()), optax.sgd(0.1), **options)
+    state = make("O6", jax.device_put(params, P()), fp8=jamp.Fp8(smallest=1))
     step = place(jamp.scaled_value_and_grad(in_fp8))
     placed = jax.device_put(x, P("data"))
     assert str(jax.make_jaxpr(step)(state, placed)).count("f8_e5m2[") >= 2

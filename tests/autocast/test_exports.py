@@ -11,6 +11,7 @@ import jamp
 from jamp._autocast.program import size_of_shape
 from tests.autocast.exported import MODELS, inputs_of, shapes_of
 from tests.support.near import assert_near
+from tests.support.states import make
 from tests.support.subprocesses import run
 
 pytestmark = pytest.mark.standard_promotion
@@ -31,9 +32,7 @@ def flat_pass(name, level, which):
     """
     model = MODELS[name]
     options = {"fp8": jamp.Fp8(smallest=1)} if level == "O6" else {}
-    state = jamp.initialize(
-        model.params, optax.adam(0.1), level, apply_fn=model.fn, verbosity=0, **options
-    )
+    state = make(level, model.params, optax.adam(0.1), apply_fn=model.fn, **options)
     leaves, tree = jax.tree.flatten(state)
     dtypes = [x.dtype for x in leaves]
 

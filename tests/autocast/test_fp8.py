@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
@@ -17,6 +16,7 @@ from tests.oracles import fp8 as oracle
 from tests.support.constructs import AROUND, custom_vjp, repeat
 from tests.support.near import distance
 from tests.support.programs import equations, walk
+from tests.support.states import make
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -36,9 +36,7 @@ def weights(*names):
 
 
 def state_of(params, level="O6", fp8=ALL, **options):
-    return jamp.initialize(
-        params, optax.sgd(0.1), level, fp8=fp8, verbosity=0, **options
-    )
+    return make(level, params, fp8=fp8, **options)
 
 
 def forward_of(state, fn):
@@ -60,9 +58,6 @@ def why(fn, state, *args):
     """Returns the reason for each forward matmul's dtype, in order."""
     found = jamp.explain(fn)(state, *args).operations
     return [op.why for op in found if op.flops and op.why != "derivative"]
-
-
-# ---- digits
 
 
 def layers(params, x, then=lambda y: y):
@@ -130,9 +125,6 @@ def test_float16_does_not_overflow_before_the_scale():
     x = jnp.full((ROWS, N), 4.0)
     got = layer_of(x, jnp.full((N, N), 4.0), jnp.ones((ROWS, N)), level="O2")
     np.testing.assert_array_equal(np.asarray(got["y"]), 16.0 * N)
-
-
-# ---- which products
 
 
 def transformer(params, x):
@@ -312,9 +304,6 @@ def test_disable_fp8_around_a_call():
     assert first != second == evaluate(plain, X)
 
 
-# ---- JAX's transformations
-
-
 def block(h, w):
     return h + jnp.tanh(h @ w)
 
@@ -488,9 +477,6 @@ def test_a_second_derivative_is_an_error_not_nan(argnums, derivative):
 
     with pytest.raises(NotImplementedError, match="no second derivative.*disable_fp8"):
         derivative(penalty, argnums)(X, state.params["w"])
-
-
-# ---- options
 
 
 BAD = {

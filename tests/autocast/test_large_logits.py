@@ -7,12 +7,12 @@ them again in float32 would be off by 86 % at logits of 640 in bfloat16.
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax import lax
 
 import jamp
 from tests.autocast.test_heads import LOSSES
+from tests.support.states import make
 
 pytestmark = pytest.mark.slow
 
@@ -72,12 +72,6 @@ def check(level, loss=LOSSES["optax"], tied=False, reduced=whole, place=jnp.asar
         logits_of = lambda rows: (params[rows] if tied else rows) @ params.T  # noqa: E731
         return reduced(loss, logits_of, rows, labels)
 
-    tx = optax.sgd(0.1)
-
-    def begin(params):
-        options = {"apply_fn": apply, "verbosity": 0, "loss_scale": 16.0}
-        return jamp.initialize(params, tx, level, **options)
-
     def gradient(state, rows):
         loss_fn = lambda p: state.apply_fn(p, rows, jnp.asarray(LABELS))  # noqa: E731
         return jamp.scaled_grad(loss_fn)(state)
@@ -86,7 +80,8 @@ def check(level, loss=LOSSES["optax"], tied=False, reduced=whole, place=jnp.asar
     for size in SIZES:
         x, table = inputs(size, tied)
         rows = jnp.asarray(TOKENS) if tied else jnp.asarray(x, jnp.float32)
-        state = begin(place(jnp.asarray(table, jnp.float32)))
+        params = place(jnp.asarray(table, jnp.float32))
+        state = make(level, params, apply_fn=apply, loss_scale=16.0)
         if compiled is None:
             lowered = jax.jit(gradient).lower(state, rows)
             compiled = lowered.compile(compiler_options=STRICTLY)

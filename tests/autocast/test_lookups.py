@@ -7,12 +7,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jamp
 from tests.support.extent import slow_except
 from tests.support.programs import equations
+from tests.support.states import make
 
 LEVELS = "O0", "O1", "O2", "O3", "O4", "O5", "O6"
 WIDTH, COUNT = 8, 4096
@@ -33,9 +33,7 @@ def summed(ids, rows):
 def gradient(level, lookup, rows, ids):
     params = {"embedding": np.ones((rows, WIDTH), np.float32)}
     scale = 1.0 / 256 if level in ("O2", "O3") else 1.0  # the sums fit into float16
-    state = jamp.initialize(
-        params, optax.sgd(1.0), level, loss_scale=scale, verbosity=0
-    )
+    state = make(level, params, loss_scale=scale)
 
     def loss_fn(p, ids):
         found = lookup(p["embedding"], ids).reshape(COUNT, WIDTH)
@@ -44,31 +42,24 @@ def gradient(level, lookup, rows, ids):
     return jax.jit(jamp.scaled_grad(loss_fn))(state, ids)["embedding"]
 
 
-def by_linen(table, ids):
-    return nn.Embed(*table.shape).apply({"params": {"embedding": table}}, ids)
-
-
-def sliced(table, ids):
-    row = lambda i: jax.lax.dynamic_slice_in_dim(table, i, 1)  # noqa: E731
-    return jax.vmap(row)(ids)
-
-
-def in_scan(table, ids):
-    return jax.lax.scan(lambda c, i: (c, table[i]), 0, ids.reshape(64, -1))[1]
-
-
 LOOKUPS = {
     "index": lambda table, ids: table[ids],
     "rank 2": lambda table, ids: table[ids.reshape(64, -1)],
     "take": lambda table, ids: jnp.take(table, ids, axis=0),
     "clipped": lambda table, ids: table.at[ids].get(mode="clip"),
     "columns": lambda table, ids: jnp.take(table.T, ids, axis=1).T,
-    "linen": by_linen,
+    "linen": lambda table, ids: nn.Embed(*table.shape).apply(
+        {"params": {"embedding": table}}, ids
+    ),
     "vmap": lambda table, ids: jax.vmap(lambda i: table[i])(ids),
-    "slices": sliced,
+    "slices": lambda table, ids: jax.vmap(
+        lambda i: jax.lax.dynamic_slice_in_dim(table, i, 1)
+    )(ids),
     "jit": lambda table, ids: jax.jit(lambda t, i: t[i])(table, ids),
     "checkpoint": lambda table, ids: jax.checkpoint(lambda t, i: t[i])(table, ids),
-    "scan": in_scan,
+    "scan": lambda table, ids: jax.lax.scan(
+        lambda c, i: (c, table[i]), 0, ids.reshape(64, -1)
+    )[1],
     "computed": lambda table, ids: (2 * table / 2)[ids],
     "after a matmul": lambda table, ids: (table @ jnp.eye(WIDTH))[ids],
     "half of a row": lambda table, ids: jnp.concatenate(
@@ -122,12 +113,7 @@ def test_derivatives_in_forward_mode_and_of_a_batch(rows):
 
 def test_few_lookups_need_no_float32_table():
     """A table of 10,000 rows for 4,096 lookups: the float32 sums have 4,096 rows."""
-    state = jamp.initialize(
-        {"embedding": np.ones((10_000, WIDTH), np.float32)},
-        optax.sgd(1.0),
-        "O5",
-        verbosity=0,
-    )
+    state = make("O5", {"embedding": np.ones((10_000, WIDTH), np.float32)})
     grad = jamp.scaled_grad(lambda p: (p["embedding"][IDS] * COTANGENT).sum())
     scatters = equations(grad, ["scatter-add"], state)
     shapes = [(v.aval.shape, str(v.aval.dtype)) for e in scatters for v in e.outvars]

@@ -138,8 +138,6 @@ def test_all_readers_of_a_gate_read_the_same_digits(half, promote):
     np.testing.assert_allclose(evaluate(cast, XS), 1, rtol=error)
 
 
-# ---- loops that add to their carry
-
 SMALL, STEPS = 1 / 512, 200  # half of the step from 1 to the next bfloat16 number
 GROWN = (1 + SMALL) ** STEPS
 EYE = jnp.eye(4)
@@ -454,9 +452,6 @@ def test_ctc_loss(level):
     np.testing.assert_allclose(loss, want, rtol=0.001)
     error = jnp.linalg.norm(grads["w"] - exact["w"]) / jnp.linalg.norm(exact["w"])
     assert error < 0.02
-
-
-# ---- loops that wait for a residual
 
 
 def cell(w, x, z, product=jnp.matmul):

@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jamp
 from tests.support.constructs import AROUND
+from tests.support.states import make
 
 LEVELS = ("O0", "O1", "O2", "O4", "O5", "O6")
 rng = np.random.default_rng(0)
@@ -59,7 +59,7 @@ def test_rotary_angles_keep_their_digits_at_every_level(around):
         return (params["w"] ** 2).sum(), jnp.cos(outer(T))
 
     for level in LEVELS:
-        state = jamp.initialize({"w": jnp.ones(2)}, optax.sgd(0.1), level, verbosity=0)
+        state = make(level, {"w": jnp.ones(2)})
         (_, got), _ = jamp.scaled_value_and_grad(loss_fn, has_aux=True)(state)
         np.testing.assert_allclose(got, EXACT, atol=1e-4, err_msg=level)
     for promote in ("widest", "narrowest"):
@@ -94,8 +94,9 @@ def exact_gradient():
 def test_an_inner_product_is_a_sum_in_float32(norm):
     rule = jamp.DynamicLossScale(init_scale=16.0)
     for level in LEVELS:
-        options = {"loss_scale": rule} if level in ("O1", "O2") else {}
-        state = jamp.initialize({"w": W}, optax.sgd(0.1), level, verbosity=0, **options)
+        state = make(
+            level, {"w": W}, loss_scale=rule if level in ("O1", "O2") else None
+        )
         grads = jamp.scaled_grad(normalized_loss)(state, NORMS[norm])
         error = np.linalg.norm(np.asarray(grads["w"], float) - exact_gradient())
         eps = 2.0**-7 if level in ("O4", "O5", "O6") else 2.0**-10
@@ -103,28 +104,10 @@ def test_an_inner_product_is_a_sum_in_float32(norm):
 
 
 def test_the_gradient_of_a_matvec_is_an_outer_product():
-
-    def penalty(w, t):
-        of_matrix = jax.grad(lambda w: jnp.cos(w @ t).sum())(w)  # - sin(w @ t) ⊗ t
-        return of_matrix
-
+    penalty = jax.grad(lambda w, t: jnp.cos(w @ t).sum())  # - sin(w @ t) ⊗ t
     w, t = jnp.zeros((4, 3)), jnp.asarray([1001.0, 3.0, 5.0])
     np.testing.assert_array_equal(jamp.autocast(penalty)(w, t), jnp.zeros((4, 3)))
     ones = jax.grad(lambda w, t: (w @ t).sum())  # 1 ⊗ t, of float32 operands
     for promote in ("widest", "narrowest"):
         cast = jamp.autocast(ones, "bfloat16", promote=promote)
         np.testing.assert_array_equal(cast(w, t)[0], t)
-
-
-def test_why_a_scaling_einsum_is_float32():
-    h, s = normal(4, 8), normal(4)
-
-    def scaled(h, s, **options):
-        return jnp.einsum("b,bd->bd", s @ jnp.eye(4), h @ jnp.eye(8), **options)
-
-    def dtype(**options):
-        found = jamp.explain(lambda h, s: scaled(h, s, **options))(h, s).operations
-        return found[-1].dtype, found[-1].why
-
-    assert dtype() == ("float32", "fusion")
-    assert dtype(precision="highest") == ("float32", "precision")

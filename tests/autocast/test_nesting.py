@@ -42,8 +42,6 @@ def disabling(fn):
     return call
 
 
-# ---- checkpoints that keep some values
-
 POLICIES = jax.checkpoint_policies
 LABELS = jnp.arange(8)
 
@@ -63,9 +61,6 @@ def test_a_loss_may_be_checkpointed_inside_and_outside(within, policy):
     inside = half(checkpoint(AROUND[within](loss)))
     for fn in (inside, checkpoint(AROUND[within](half(loss)))):
         np.testing.assert_allclose(jax.grad(fn)(W), wanted, 2e-2, 1e-3)
-
-
-# ---- nesting: the innermost policy wins, unless casts are disabled
 
 
 FLOAT32 = jamp.AutocastLists().with_primitive("dot_general", "float32")

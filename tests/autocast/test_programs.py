@@ -130,9 +130,6 @@ def test_constants_that_half_cannot_hold_keep_their_value(name):
         close(jamp.autocast(fn, promote=promote)(W), fn(W), HALVES["float16"])
 
 
-# ---- other dtypes
-
-
 def test_float64_stays():
     with jax.enable_x64(True):
         x = jnp.asarray(np.random.default_rng(1).normal(size=(4, 4)))
@@ -213,9 +210,6 @@ def test_a_derivative_keeps_the_plain_name_stacks():
     assert any("outer" in where for where in stacks(layers))
 
 
-# ---- results: arrays with the plain function's dtypes and weak types
-
-
 X = jnp.arange(4.0)
 WEAK = jnp.asarray(2.0)
 WEAK_ROW = jnp.full((4,), 2.0)
@@ -250,9 +244,8 @@ def test_types_match_the_plain_function(name):
     fn, x = RETURNED[name]
     cast, expected = jamp.autocast(fn), fn(x)
     assert types(cast(x)) == types(jax.jit(cast)(x)) == types(expected)
-    assert types(jax.vmap(cast)(jnp.stack([x, x]))) == types(
-        jax.vmap(fn)(jnp.stack([x, x]))
-    )
+    mapped, wanted = (jax.vmap(f)(jnp.stack([x, x])) for f in (cast, fn))
+    assert types(mapped) == types(wanted)
     if name != "key":
         jax.tree.map(np.testing.assert_array_equal, cast(x), expected)
 

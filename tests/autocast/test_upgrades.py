@@ -72,9 +72,6 @@ def test_a_construct_under_all_flags(name, upgraded):
     assert_close(evaluate(cast, W, X), expected)
 
 
-# ---- features of the new kind
-
-
 def fwd(w, x):
     return layer(w, x), (w, x)
 
@@ -171,9 +168,6 @@ def test_a_checkpoint_around_a_reference(upgraded):
     assert_close(evaluate(half(with_reference), W, X), with_reference(W, X))
 
 
-# ---- unknown objects
-
-
 class Mystery(hijax.HiPrim):
     """Can expand, and has a derivative that is wrong by a factor."""
 
@@ -218,9 +212,6 @@ def test_an_object_that_cannot_expand_is_opaque(error):
     assert [p.lhs for p in found] == ["float16"]
     reports = [w for w in warned if "raised KeyError: 'scale'" in str(w.message)]
     assert len(reports) == isinstance(error, KeyError)
-
-
-# ---- primitives of the old kind
 
 
 def linear_call(w, x):

@@ -6,7 +6,6 @@ import weakref
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 from jax import lax
 
@@ -14,6 +13,7 @@ import jamp
 from jamp._autocast.run import jit_of
 from tests.support.calls import calls_of
 from tests.support.constructs import custom_vjp, repeat
+from tests.support.states import make
 
 pytestmark = pytest.mark.slow
 
@@ -30,8 +30,7 @@ narrowest = functools.partial(jamp.autocast, promote="narrowest")
 
 
 def gradient_at_o6(fn):
-    options = {"fp8": jamp.Fp8(smallest=1), "verbosity": 0}
-    state = jamp.initialize(W, optax.sgd(0.1), "O6", **options)
+    state = make("O6", W, fp8=jamp.Fp8(smallest=1))
     grad = jamp.scaled_grad(lambda w: fn(w).sum())
     return lambda w: grad(state.replace(params=w.astype(state.params.dtype)))
 

@@ -118,8 +118,6 @@ def test_the_state_dict_holds_masters_scale_and_counters_by_name():
     assert not np.array_equal(kernel, np.float32(state.params["dense"]["kernel"]))
 
 
-# A checkpoint that does not fit raises an error, and changes nothing.
-
 ADAM = optax.adam(1e-2)
 
 
@@ -267,9 +265,6 @@ def test_arguments_in_the_wrong_order_are_refused():
     ):
         with pytest.raises(TypeError, match=words):
             call(*args)
-
-
-# Flax's own functions, which ignore dtypes
 
 
 O5, REMAINDER = {"level": "O5"}, {"level": "O5", "store_remainder": True}

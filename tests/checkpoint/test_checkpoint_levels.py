@@ -130,9 +130,6 @@ def assert_moved(new, old, fresh):
         assert_same_bits(new.loss_scales[i], source.loss_scales[i])
 
 
-# From each level to each level.
-
-
 # O1 and O4 store the same as O0, and O6 as O5: each occurs once per side.
 PAIRS = list(itertools.product(RUNNING, RUNNING)) + [("O1", "O2"), ("O3", "O1")]
 PAIRS += [("O4", "O5"), ("O2", "O4"), ("O6", "O2"), ("O1", "O6"), ("O6", "O6")]
@@ -183,7 +180,6 @@ def test_a_restored_state_needs_no_compilation_and_can_be_donated(level):
 
 
 # Masters of 16 bits and a bfloat16 param. On ties, rounded masters differ.
-
 ODD = np.uint32(
     [0x3F808000, 0x3F818000, 0x3F80FFFF, 0xBF808001, 0x7F7F7FFF, 0x80000000, 0x00012345]
 ).view(np.float32)
@@ -206,9 +202,6 @@ def test_remainders_return_bit_for_bit_through_masters_too(level):
         w = there.params["w"][:-1]  # the CPU flushes denormals
         assert bits(w) == rounded(ODD[:-1], w.dtype).tobytes()
     assert_same_bits(moved(there, remainders(ODD[::-1])), state)
-
-
-# Trees, optimizers, groups and fields; test_properties.py has more trees.
 
 
 @jax.tree_util.register_dataclass
@@ -299,9 +292,6 @@ def test_inference_loads_only_params_and_fields(tx, level):
     assert_same_bits(moved(state, jax.eval_shape(lambda: target)), new)
 
 
-# Plain Flax, and Orbax without a target.
-
-
 def flax_state():
     tree = {k: params()[k] for k in ("dense", "bn1")}
     state = TrainState.create(apply_fn=None, params=tree, tx=ADAM)
@@ -356,8 +346,6 @@ def test_from_plain_flax_and_back(level):
         after = plain.apply_gradients(grads=grads)
         assert_same_bits(after.params, jamp.master_params(new))
 
-
-# Checkpoints of released versions.
 
 VERSION_1_TX = optax.adam(optax.constant_schedule(1e-3))
 DATA = subprocesses.ROOT / "tests" / "data" / "checkpoint_v1.msgpack"

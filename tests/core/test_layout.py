@@ -10,38 +10,6 @@ import jamp
 from jamp._core.layout import Layout
 
 F, N = np.ones(2, np.float32), np.arange(3)
-HALF = np.ones((), jnp.bfloat16)
-OWN = "_overwrite_with_gradient"
-# Params, the kind of each leaf in the order of JAX, and the trained params.
-PARAMS = {
-    "floats": ({"a": F, "b": [HALF]}, "tt", {"a": F, "b": [HALF]}),
-    "integers": ({"a": N, "b": F}, "ft", {"a": None, "b": F}),
-    "None": ({"a": None, "b": F, "c": (None, N)}, "ftff", None),
-    "one leaf": (F, "t", F),
-    "fp8": ({OWN: {"n": N, "s": F}, "params": {"w": F}}, "fot", {"w": F}),
-    "a name": ({"x": {OWN: {"s": F}}}, "t", {"x": {OWN: {"s": F}}}),
-    "others": ({OWN: {"s": F}, "params": {"w": F}, "z": F}, "otf", {"w": F}),
-}
-KINDS = {"t": "trained", "f": "fixed", "o": "overwritten"}
-
-
-@pytest.mark.parametrize("name", PARAMS)
-def test_kinds_and_structures(name):
-    params, kinds, trained = PARAMS[name]
-    layout, leaves = Layout.of(params)
-    assert layout.kind == tuple(KINDS[k] for k in kinds)
-    if trained is not None:
-        assert layout.trained == jax.tree.structure(trained)
-    assert jax.tree.structure(layout.structure.unflatten(leaves)) == (
-        jax.tree.structure(params)
-    )
-    again, _ = Layout.of(jax.tree.map(np.copy, params))
-    assert again is layout  # it is made once for a structure
-    new = [object() for kind in kinds if kind == "t"]
-    filled = layout.fill(leaves, new)
-    assert layout.pick(filled) == new
-    rest = layout.pick(filled, "fixed") + layout.pick(filled, "overwritten")
-    assert all(any(x is y for y in leaves) for x in rest)
 
 
 GIVEN = {

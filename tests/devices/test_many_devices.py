@@ -159,7 +159,6 @@ def test_a_field_may_differ_by_device():
 
 
 # Data parallel under shard_map. The gradient of each device is its row.
-
 SIXTEENTHS = np.float32([[k / 16, (k - 3) * 0.5] for k in range(8)])
 ONE_INF = np.where(np.arange(8)[:, None] == 5, np.inf, SIXTEENTHS)
 GRADIENTS = {
@@ -236,9 +235,6 @@ def test_devices_with_other_shards_skip_as_well(check_vma):
         parts, skipped = jax.jit(run)(state, x)
         np.testing.assert_array_equal(parts, expected)
         np.testing.assert_array_equal(skipped, np.full((2, 4), skips))
-
-
-# Traced for eight absent devices
 
 
 def traced(state, check_vma, differentiate=jamp.scaled_value_and_grad, **options):

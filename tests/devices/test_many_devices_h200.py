@@ -67,9 +67,6 @@ def optimizer_step(state, grads):
     return state.apply_gradients(grads=grads)
 
 
-# A whole step, and one by hand
-
-
 def train_step(state, x, y):
     loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, state, x, y)
     return state.apply_gradients(grads=grads), loss
@@ -128,8 +125,6 @@ def by_kind(collectives):
         total[kind] += count
     return total
 
-
-# Fused optimizers with their kernels
 
 EVERYWHERE = dict.fromkeys(SPECS, P())
 

@@ -39,9 +39,6 @@ BATCHES = np.float32(RNG.integers(-8, 9, (STEPS, 16, 8)) / 4)
 BATCHES[OVERFLOW, -1, 0] = np.inf  # in a row of the last process
 
 
-# One of the processes
-
-
 def linear(params, x):
     x = x.astype(params["w"].dtype)
     out = jnp.dot(x, params["w"]) + x[:, :1] * params["b"]

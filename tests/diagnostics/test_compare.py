@@ -4,7 +4,6 @@ import ast
 import functools
 import json
 import re
-import time
 
 import flax.linen as nn
 import jax
@@ -130,21 +129,16 @@ def test_a_planted_fault_is_found_and_its_advice_repairs_it(fault, framework):
     assert words in advice, advice
     if setting := re.search(r"(keep_fp32|keep)=('[^']*')", advice):
         kept = {setting[1]: ast.literal_eval(setting[2])}
-        options = (
-            kept if setting[1] == "keep_fp32" else {"fp8": jamp.Fp8(smallest=1, **kept)}
-        )
+        options = kept if "keep_fp32" in kept else {"fp8": jamp.Fp8(smallest=1, **kept)}
     again = of(functools.partial(fn, **repair), params, X, options)
     assert not [row for row in again.flagged if row.source in lines], again
-
-
-# ---- known errors
 
 
 LOSSES = optax.softmax_cross_entropy_with_integer_labels
 
 
-def gpt2(level, shape=(2, 16), width=48, dtype=None, options=(), **sizes):
-    """Returns a loss, a state, tokens, and the model's float32 params."""
+def gpt2(level, shape=(2, 16), width=48, options=(), **sizes):
+    """Returns a loss, a state and tokens."""
     tokens = jax.random.randint(jax.random.key(1), shape, 0, 100)
     model = GPT2(**{"depth": 2, "width": width, "vocabulary": 128} | sizes)
     params = model.init(jax.random.key(0), tokens)["params"]
@@ -154,46 +148,18 @@ def gpt2(level, shape=(2, 16), width=48, dtype=None, options=(), **sizes):
         logits = state.apply_fn({"params": params}, x).astype(jnp.float32)
         return LOSSES(logits[:, :-1], x[:, 1:]).mean()
 
-    return loss_fn, state, tokens, params
+    return loss_fn, state, tokens
 
 
 @pytest.mark.slow
-def test_an_intact_gpt2_at_o4_has_the_error_of_one_by_hand():
-    _, state, tokens, params = gpt2("O4", depth=1, width=24)
-    loss_fn = lambda p, x: square(state.apply_fn({"params": p}, x))  # noqa: E731
-    report = compare(loss_fn, "O0")(state, tokens)
-    assert report.flagged == (), report
-    half, right = (
-        np.float64(GPT2(1, 24, 128, dtype=d).apply({"params": params}, tokens))
-        for d in (jnp.bfloat16, jnp.float32)
-    )
-    by_hand = np.linalg.norm(half - right) / np.linalg.norm(right)
-    (row,) = (
-        row
-        for row in report.rows
-        if (row.module, row.primitive) == ("GPT2/Embed_0.attend", "dot_general")
-        and row.phase == "forward"
-    )
-    assert 0.5 < row.error / by_hand < 2
-    # At least 9 of 10 operations are in both programs.
-    assert len(report.unaligned) < len(report.rows) / 10, report.unaligned
-    text = str(report)
-    assert "Block_0" in text and "Embed_0.attend" in text
-
-
-INTACT = [(level, scan) for level in ("O6", "O1", "O2", "O5") for scan in (False, True)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("level", "scan"),
-    [INTACT[0], *(pytest.param(*row, marks=pytest.mark.slow) for row in INTACT[1:])],
-)
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5", "O6"])
+@pytest.mark.parametrize("scan", [False, True])
 def test_an_intact_gpt2_has_no_flag(level, scan):
     options = FP8 if level == "O6" else {}
-    loss_fn, state, tokens, _ = gpt2(level, scan=scan, options=options)
+    loss_fn, state, tokens = gpt2(level, scan=scan, options=options)
     report = compare(loss_fn, "O0")(state, tokens)
     assert report.flagged == (), report
+    assert "Block_0" in str(report) or scan
     if level == "O6":
         assert any(row.dtype.startswith("float8") for row in report.rows)
     else:
@@ -209,9 +175,8 @@ def test_the_errors_of_three_layers_match_numpy():
         return square(jnp.tanh(jnp.tanh(x @ p["a"]) @ p["b"]) @ p["c"])
 
     weights = [W, 2 * W.T, W @ W]
-    report = compare(loss_fn, "O0")(
-        begin(dict(zip("abc", weights, strict=True)), "O5"), X
-    )
+    state = begin(dict(zip("abc", weights, strict=True)), "O5")
+    report = compare(loss_fn, "O0")(state, X)
     right = half = X.astype(np.float64)
     expected = []
     for i, w in enumerate(weights):
@@ -230,37 +195,21 @@ def test_the_errors_of_three_layers_match_numpy():
 
 
 @pytest.mark.slow
-def test_comparing_costs_bounded_memory_and_time(monkeypatch):
-    """Allows 4 times the memory and 60 times the time of a compiled step."""
-    loss_fn, state, tokens, _ = gpt2("O5", (8, 64), 96, vocabulary=512)
+def test_comparing_takes_at_most_four_times_the_memory_of_a_step(monkeypatch):
+    loss_fn, state, tokens = gpt2("O5", (8, 64), 96, vocabulary=512)
 
     def step(state, x):
         loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, x)
         return state.apply_gradients(grads=grads), loss
 
-    compiled = jax.jit(step).lower(state, tokens).compile()
-    memory = compiled.memory_analysis()
+    memory = jax.jit(step).lower(state, tokens).compile().memory_analysis()
     of_step = memory.temp_size_in_bytes + memory.output_size_in_bytes
     live = lambda: sum(x.nbytes for x in jax.live_arrays())  # noqa: E731
     before, most, add = live(), [], _compare.Rows.add
-    with monkeypatch.context() as patch:
-        watched = lambda *args: (most.append(live()), add(*args))  # noqa: E731
-        patch.setattr(_compare.Rows, "add", watched)
-        compare(loss_fn, "O0")(state, tokens)
+    watched = lambda *args: (most.append(live()), add(*args))  # noqa: E731
+    monkeypatch.setattr(_compare.Rows, "add", watched)
+    compare(loss_fn, "O0")(state, tokens)
     assert 1 < (max(most) - before) / of_step < 4
-
-    def seconds(run, times):
-        begin = time.process_time()
-        for _ in range(times):
-            jax.block_until_ready(run())
-        return (time.process_time() - begin) / times
-
-    ratios = [
-        seconds(lambda: compare(loss_fn, "O0")(state, tokens).loss, 1)
-        / seconds(lambda: compiled(state, tokens), 10)
-        for _ in range(3)
-    ]
-    assert sorted(ratios)[1] < 60, ratios
 
 
 def test_ulps_overflow_and_underflow_match_numpy():
@@ -280,9 +229,6 @@ def test_ulps_overflow_and_underflow_match_numpy():
     assert row.overflow == np.mean(~good) > 0 and np.isinf(row.error)
     assert row.underflow == np.mean(half == 0) > 0
     np.testing.assert_allclose(row.ulps, (gap / unit)[normal].max(), 0.01)
-
-
-# ---- kinds of programs
 
 
 def with_haiku():
@@ -368,19 +314,17 @@ def test_a_model_of_many_constructs():
         y = lax.cond(y[0, 0] > -100, jnp.tanh, jnp.sin, mapped(y))
         return square(y), "aux"
 
-    report = compare(loss_fn, "O0")(begin(variables["params"], "O2"), X)
-    assert {"dot_general", "shard_map", "tanh", "rsqrt"} <= {
-        r.primitive for r in report.rows
-    }
+    state = begin(variables["params"], "O2")
+    report = compare(loss_fn, "O0")(state, X)
+    found = {row.primitive for row in report.rows}
+    assert {"dot_general", "shard_map", "tanh", "rsqrt"} <= found
     assert all(row.error < 0.05 for row in report.rows), report  # the same dropout
     assert {row.phase for row in report.rows} == {"forward", "backward"}
     found = report.to_dict()
     assert json.loads(json.dumps(found)) == found
     added = [row["added"] for row in found["rows"]]
     assert added == sorted(added, reverse=True)
-    few = compare(loss_fn, "O0", only="Layer/BatchNorm_0")(
-        begin(variables["params"], "O2"), X
-    )
+    few = compare(loss_fn, "O0", only="Layer/BatchNorm_0")(state, X)
     assert {row.module for row in few.rows} == {"Layer/BatchNorm_0"}
 
 
@@ -389,15 +333,12 @@ def test_two_settings_of_one_level_are_compared():
         scores, chosen = lax.top_k(x @ p["a"], 4)
         return square(scores @ p["b"][:4]) + 0 * chosen.sum()
 
-    state = begin(PAIR, "O5")
-    report = compare(loss_fn, "O5", keep_fp32="a")(state, X)
+    report = compare(loss_fn, "O5", keep_fp32="a")(begin(PAIR, "O5"), X)
     assert report.levels == ("O5", "O5, keep_fp32")
     (row,) = (row for row in report.rows if row.primitive == "top_k")
     right = np.argsort(-(X @ W), kind="stable")[:, :4]
-    half = np.asarray(
-        lax.top_k(jnp.asarray(X, "bfloat16") @ W.astype("bfloat16"), 4)[1]
-    )
-    assert row.error == pytest.approx(np.mean(half != right), abs=0.05)
+    half = lax.top_k(jnp.asarray(X, "bfloat16") @ W.astype("bfloat16"), 4)[1]
+    assert row.error == pytest.approx(np.mean(np.asarray(half) != right), abs=0.05)
 
 
 def test_a_sum_that_cancels_is_no_fault():
@@ -429,17 +370,15 @@ OTHERS = {
         KEY,
     ),
     "noise in a loop": (in_a_loop, KEY),
-    "no iteration": (
-        lambda p, x: square(lax.scan(lambda c, _: (c, c), x @ p["a"], length=0)[0]),
-    ),
+    "no iteration": [
+        lambda p, x: square(lax.scan(lambda c, _: (c, c), x @ p["a"], length=0)[0])
+    ],
     "a branch of Python": (branches, True),
-    "complex": (
-        lambda p, x: jnp.abs(jnp.fft.fft(x @ p["a"])).astype(jnp.float32).mean(),
-    ),
-    "no numbers": (lambda p, x: square(x @ p["a"]) + x[:0].sum() + 0 * p["n"],),
-    "infinite mask": (
-        lambda p, x: square(jax.nn.softmax(jnp.where(x > 0, x @ p["a"], -jnp.inf))),
-    ),
+    "complex": [lambda p, x: square(jnp.abs(jnp.fft.fft(x @ p["a"])))],
+    "no numbers": [lambda p, x: square(x @ p["a"]) + x[:0].sum() + 0 * p["n"]],
+    "infinite mask": [
+        lambda p, x: square(jax.nn.softmax(jnp.where(x > 0, x @ p["a"], -jnp.inf)))
+    ],
 }
 
 
@@ -476,31 +415,30 @@ def test_compare_refuses_calls_without_a_comparison():
     def loss_fn(p, x):
         return square(x @ p["a"])
 
-    state = begin({"a": W}, "O5")
-    with pytest.raises(ValueError, match="at O5 with itself: name another level"):
-        compare(loss_fn, "O5")(state, X)
-    with pytest.raises(jamp.OptLevelError, match="fp8 needs matmuls in half"):
-        compare(loss_fn, "O0", fp8=True)(state, X)
-    with pytest.raises(ValueError, match="keep_fp32"):
-        compare(loss_fn, "O5", keep_fp32="nowhere")(state, X)
-    with pytest.raises(ValueError, match="only='nowhere' is in no module path"):
-        compare(loss_fn, "O0", only="nowhere")(state, X)
-    with pytest.raises(TypeError, match="outside of jit"):
-        jax.jit(lambda x: compare(loss_fn, "O0")(state, x).loss)(X)
-    with pytest.raises(
-        FloatingPointError, match="The loss is nan at O0, the level that"
+    def report(level="O0", x=X, at="O5", **options):
+        return compare(loss_fn, level, **options)(begin({"a": W}, at), x)
+
+    shape = jax.ShapeDtypeStruct(X.shape, X.dtype)
+    write = r'got \(function, .*\). Write compare\(loss_fn, "O0"\)\(state'
+    for call, error, words in (
+        (lambda: report("O5"), ValueError, "at O5 with itself: name another level"),
+        (lambda: report(fp8=True), jamp.OptLevelError, "fp8 needs matmuls in half"),
+        (lambda: report("O5", keep_fp32="nowhere"), ValueError, "keep_fp32"),
+        (lambda: report(only="nowhere"), ValueError, "only='nowhere' is in no module"),
+        (lambda: jax.jit(lambda x: report(x=x).loss)(X), TypeError, "outside of jit"),
+        (
+            lambda: report(x=X * np.nan),
+            FloatingPointError,
+            "The loss is nan at O0, the",
+        ),
+        (lambda: report(keep_fp32="a", at="O0"), ValueError, "Neither O0 nor O0, keep"),
+        (lambda: report(x=shape), TypeError, "got traced arrays or shapes"),
+        (lambda: report(loss_id=5), IndexError, "loss_id=5 is out of range"),
+        (lambda: compare(loss_fn, 0, X), TypeError, write),
+        (lambda: compare(loss_fn, begin({"a": W}, "O5"), X), TypeError, write),
     ):
-        compare(loss_fn, "O0")(state, X * np.nan)
-    for level in (state, 0):
-        match = r'got \(function, .*\). Write compare\(loss_fn, "O0"\)\(state'
-        with pytest.raises(TypeError, match=match):
-            compare(loss_fn, level, X)
-    with pytest.raises(ValueError, match="Neither O0 nor O0, keep_fp32 computes"):
-        compare(loss_fn, "O0", keep_fp32="a")(begin({"a": W}, "O0"), X)
-    with pytest.raises(TypeError, match="got traced arrays or shapes"):
-        compare(loss_fn, "O0")(state, jax.ShapeDtypeStruct(X.shape, X.dtype))
-    with pytest.raises(IndexError, match="loss_id=5 is out of range"):
-        compare(loss_fn, "O0", loss_id=5)(state, X)
+        with pytest.raises(error, match=words):
+            call()
 
 
 def test_progress_is_shown_after_some_seconds(capsys, monkeypatch):

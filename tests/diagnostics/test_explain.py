@@ -8,7 +8,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax import lax
 from jax.extend.core import Primitive
@@ -18,6 +17,7 @@ from jamp.diagnostics._operation import computes, total_flops
 from jamp.diagnostics._source import short_line
 from tests.support.constructs import repeat
 from tests.support.programs import products, walk
+from tests.support.states import make
 
 LISTS = jamp.AutocastLists()
 X = jax.ShapeDtypeStruct((8, 8), jnp.float32)
@@ -81,11 +81,11 @@ CASES = {
     "tanh: float32 float32 region": jamp.float_function(lambda x, w: jnp.tanh(x @ w)),
     "dot_general: float32 recorded region": disabled,
     "tanh: float16 recorded no float32": jamp.half_kernel(lambda x, w: jnp.tanh(x)),
-    "convert_element_type: float16 recorded region": jamp.half_kernel(
-        lambda x, w: x.argmax()
+    "convert_element_type: float16 recorded region": (
+        jamp.half_kernel(lambda x, w: x.argmax())
     ),
-    "dot_general: float32 float32 precision": functools.partial(
-        jnp.matmul, precision="highest"
+    "dot_general: float32 float32 precision": (
+        functools.partial(jnp.matmul, precision="highest")
     ),
     "exp: float32 float32 region": lambda x, w: jax.nn.log_softmax(x @ w),
     "nextafter: float32 recorded recorded": lax.nextafter,
@@ -238,8 +238,7 @@ def test_a_model_prints_as_a_tree():
 def test_a_step_at_each_level(level):
     model = nn.Dense(8, name="dense")
     params = model.init(jax.random.key(0), jnp.ones((8, 8)))["params"]
-    options = {"apply_fn": model.apply, "verbosity": 0}
-    state = jamp.initialize(params, optax.sgd(1.0), level, **options)
+    state = make(level, params, apply_fn=model.apply)
 
     def loss(params, x):
         return state.apply_fn({"params": params}, x).mean(), "aux"
@@ -250,9 +249,8 @@ def test_a_step_at_each_level(level):
     assert total_flops(explanation.operations)[0] == 2 * 1024
     assert explanation.dtype == half
     assert explanation.half_share == (level != "O0")
-    assert explanation.level == level and f"A step at {level}: 2 mat" in str(
-        explanation
-    )
+    assert explanation.level == level
+    assert f"A step at {level}: 2 mat" in str(explanation)
     assert explanation.warnings == ()
     products = [op for op in explanation.operations if op.flops]
     assert {(op.dtype, op.module) for op in products} == {(half, "dense")}
@@ -283,17 +281,14 @@ def test_each_operation_of_a_step_has_its_reason(level):
     params = {"w": X_VALUES, "kept": X_VALUES}
     keep = {"keep_fp32": "kept"} if level == "O2" else {}
     lists = LISTS.with_primitive("reduce_sum", "float32")
-    options = {"lists": lists, "verbosity": 0, **keep}
-    state = jamp.initialize(params, optax.sgd(1.0), level, **options)
+    state = make(level, params, lists=lists, **keep)
     explanation = jamp.explain(with_kept)(state, X)
     found = [op for op in explanation.operations if computes(op)]
     assert all(op.reason for op in found)
     forward = [f"{op.dtype} {op.why}" for op in found if op.phase == "forward"]
     assert ", ".join(forward) == OF_A_STEP[level]
-    assert {op.why for op in found if op.phase == "backward"} <= {
-        "derivative",
-        "gradient",
-    }
+    backward = {op.why for op in found if op.phase == "backward"}
+    assert backward <= {"derivative", "gradient"}
     reasons = {op.reason for op in found}
     assert "`lists.with_primitive('reduce_sum', ...)` sets its rule." in reasons
     assert "`float_function` or `register_float_function` marks it." in reasons
@@ -302,9 +297,8 @@ def test_each_operation_of_a_step_has_its_reason(level):
     assert (kept in str(explanation.warnings)) == (level == "O2")
     assert "jamp_why" not in str(explanation.to_dict())
     # An operation outside modules is named by its line.
-    assert f"{short_line(__file__)}:{with_kept.__code__.co_firstlineno + 1}" in str(
-        explanation
-    )
+    line = f"{short_line(__file__)}:{with_kept.__code__.co_firstlineno + 1}"
+    assert line in str(explanation)
     # A step has no notes after an explanation.
     step = jax.jit(jamp.scaled_value_and_grad(with_kept)).lower(state, X_VALUES)
     text = step.as_text(debug_info=True)

@@ -132,8 +132,6 @@ def test_the_advice_for_lost_digits_repairs_them(capsys):
     assert "keep_fp32" in first and "keep_fp32" not in second
 
 
-# The command lines
-
 SCRIPTS = "bert_lamb", "char_lm", "dcgan", "digits", "distributed", "fp16_optimizer"
 SCRIPTS += ("haiku_or_equinox", "imagenet")
 

@@ -1,7 +1,6 @@
 """Test fp16_utils.FlatFP16_Optimizer against its parts."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -20,9 +19,7 @@ from tests.fp16_utils.fp16 import (
     run,
     steps,
 )
-from tests.optimizers.fused import update
-from tests.oracles.fp16_optimizer import DynamicLossScaler
-from tests.support.bits import assert_same_bits
+from tests.support.bits import assert_rounded_alike, assert_same_bits
 from tests.support.states import dot
 
 
@@ -30,38 +27,32 @@ def flat(tree):
     return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
 
 
-def assert_run(trees, txs, xs, keys=None, where="jit"):
-    """Checks one optimizer per group against the same optimizer of a float32 vector.
+def assert_as_amp(trees, txs, xs, where="jit", passes=1):
+    """Checks each step against AmpState's of the summed gradients at O2.
 
     Params must equal the rounded masters bit for bit.
     """
-    pick = lambda tree: [tree] if keys is None else [tree[k] for k in keys]  # noqa: E731
-    optimizer = cut_down(txs[0] if keys is None else dict(zip(keys, txs, strict=True)))
-    seen = steps(optimizer, optimizer.init(trees), xs, where)
-    scaler = DynamicLossScaler(2.0**16, scale_factor=2.0, scale_window=1000)
-    wanted = [jnp.float32(flat(tree)) for tree in pick(trees)]
-    inner = [tx.init(master) for tx, master in zip(txs, wanted, strict=True)]
-    for x, state in zip(xs, seen, strict=True):
-        grads = [scaled(x, scaler.cur_scale) for x in pick(x)]
-        bad = not all(np.isfinite(g).all() for g in grads)
-        for i, tx in enumerate(() if bad else txs):
-            given = jnp.asarray(grads[i]), inner[i], wanted[i]
-            updates, inner[i] = update(tx, *given, grad_scale=scaler.cur_scale)
-            wanted[i] += updates
-        scaler.update_scale(bad)
-        assert (state.loss_scale, state.overflow) == (scaler.cur_scale, bad)
-        masters = optimizer.master_params(state)
+    rule = jamp.DynamicLossScale(2.0**16, 2.0, 1000, 1.0, None)
+    wide = jax.tree.map(lambda p: p.astype(F32), trees)
+    amp = jamp.initialize(wide, txs, "O2", loss_scale=rule, verbosity=0)
+
+    def amp_step(state, xs):
+        grads = [jamp.scaled_grad(dot)(state, x) for x in xs]
+        total = jax.tree.map(lambda *g: sum(g), *grads)
+        state = state.apply_gradients(grads=total)
+        return state, state
+
+    theirs = run(amp_step, amp, in_groups(xs, passes), where)
+    optimizer = cut_down(txs)
+    mine = steps(optimizer, optimizer.init(trees), xs, where, passes)
+    for a, b in zip(mine, theirs, strict=True):
+        skipped = jax.tree.leaves(b.last_step_skipped)
+        assert_same_bits([a.loss_scaler, a.overflow], [b.loss_scales[0], skipped[0]])
+        masters = optimizer.master_params(a)
+        assert_rounded_alike(masters, jamp.master_params(b), 1e-6)
         rounded = jax.tree.map(lambda m, p: m.astype(p.dtype), masters, trees)
-        assert_same_bits(state.params, rounded)
-        for master, vector in zip(pick(masters), wanted, strict=True):
-            np.testing.assert_allclose(flat(master), vector, rtol=1e-6, atol=1e-6)
-    return masters
-
-
-def scaled(tree, scale):
-    """Returns the float16 vector of gradients after a backward pass."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        return (np.float32(flat(tree)) * np.float32(scale)).astype(np.float16)
+        assert_same_bits(a.params, rounded)
+    assert np.abs(flat(masters) - flat(wide)).max() > 1e-3
 
 
 def adam(**options):
@@ -77,37 +68,6 @@ def test_moments_of_a_group_are_one_float32_vector():
     start = jax.jit(optimizer.init)(trees)
     saved = optimizer.state_dict(state)
     assert_same_bits(optimizer.load_state_dict(start, saved), state)
-
-
-@pytest.mark.parametrize(
-    "where, tx",
-    [
-        ("jit", adam(weight_decay=0.1, bias_correction=False)),
-        ("scan", adam(max_grad_norm=6.5e-3, eps=1e-4)),
-        ("eager", fused_sgd(0.5, momentum=0.9)),
-    ],
-    ids=["adam", "clipped", "sgd"],
-)
-def test_steps_match_apex(where, tx):
-    tree, overflows = group(), (3, 4, 8)
-    xs = data(12, overflows, tree=tree)
-    masters = assert_run(tree, [tx], xs, where=where)
-    norms = [np.linalg.norm(flat(x)) for i, x in enumerate(xs) if i not in overflows]
-    assert min(norms) < 6.5e-3 < max(norms)
-    assert np.abs(flat(masters) - np.float32(flat(tree))).max() > 1e-3
-
-
-def test_norms_and_clipping_are_per_group():
-    txs = [
-        adam(learning_rate=0.1, max_grad_norm=2.0**-9, eps=1e-4),
-        adam(max_grad_norm=1.0, weight_decay=0.1, eps=1e-4),
-    ]
-    trees = {"head": group(0), "body": group(1)}
-    # The first overflow is in one leaf of one group.
-    assert_run(trees, txs, data(6, (0, 4), tree=trees), tuple(trees))
-
-
-# Skips, and the scale
 
 
 @pytest.mark.parametrize("dynamic, bad", [(True, 0), (False, 1), (True, 1)])
@@ -135,30 +95,32 @@ def test_a_skip_leaves_every_bit_with_a_static_scale_too(dynamic, bad):
     assert not clean.overflow
 
 
-@pytest.mark.parametrize("passes", [1, 2, 3])
-def test_it_is_ampstate_of_the_summed_gradients_with_overflows_in_any_pass(passes):
-    trees = {"kernel": jnp.arange(6, dtype=F32) / 8}
-    bad = (0, 3, 4, 5, 6, 19, 22)
-    xs = in_groups(data(12 * passes, bad, tree=trees), passes)
-    rule = jamp.DynamicLossScale(2.0**16, 2.0, 1000, 1.0, None)
-    amp = jamp.initialize(trees, adam(), "O2", loss_scale=rule, verbosity=0)
+@pytest.mark.parametrize(
+    "where, passes, tx",
+    [
+        ("jit", 1, adam(weight_decay=0.1, bias_correction=False)),
+        ("jit", 2, adam(max_grad_norm=6.5e-3, eps=1e-4)),
+        ("scan", 3, adam()),
+        ("eager", 1, fused_sgd(0.5, momentum=0.9)),
+    ],
+    ids=["adam", "clipped", "scan", "sgd"],
+)
+def test_it_is_ampstate_with_overflows_in_any_pass(where, passes, tx):
+    bad, tree = (0, 3, 4, 5, 6, 19, 22), group()
+    xs = data(12 * passes, bad, tree=tree)
+    assert_as_amp(tree, tx, xs, where, passes)
+    norms = [np.linalg.norm(flat(x)) for i, x in enumerate(xs) if i not in bad]
+    assert min(norms) < 6.5e-3 < max(norms)
 
-    def amp_step(state, xs):
-        grads = [jamp.scaled_grad(dot)(state, x) for x in xs]
-        total = jax.tree.map(lambda *g: sum(g), *grads)
-        state = state.apply_gradients(grads=total)
-        return state, state
 
-    theirs = run(amp_step, amp, xs)
-    half = jax.tree.map(lambda p: p.astype(jnp.float16), trees)
-    optimizer = cut_down(adam())
-    start, flat_xs = optimizer.init(half), [x for group in xs for x in group]
-    mine = steps(optimizer, start, flat_xs, passes=passes)
-    for a, b in zip(mine, theirs, strict=True):
-        assert_same_bits(
-            (a.params, a.loss_scaler, a.overflow),
-            (b.params, b.loss_scales[0], b.last_step_skipped),
-        )
+def test_norms_and_clipping_are_per_group():
+    txs = {
+        "head": adam(learning_rate=0.1, max_grad_norm=2.0**-9, eps=1e-4),
+        "body": adam(max_grad_norm=1.0, weight_decay=0.1, eps=1e-4),
+    }
+    trees = {"head": group(0), "body": group(1)}
+    # The first overflow is in one leaf of one group.
+    assert_as_amp(trees, txs, data(6, (0, 4), tree=trees))
 
 
 @pytest.mark.parametrize("where", ["eager", "jit"])
@@ -205,14 +167,16 @@ def test_a_closure_that_overflows_under_a_static_scale_skips_once():
     assert_same_bits((state.params, state.opt_state), (start.params, start.opt_state))
 
 
-def test_a_norm_beyond_float32_is_an_overflow():
+def test_a_norm_beyond_float32_in_one_group_is_an_overflow():
     # The gradients are finite, but their squares are not. apex checks the norm.
-    optimizer, tree = cut_down(dynamic_loss_scale=False), group(dtype=BF16)
-    _, state = optimizer.backward(optimizer.init(tree), dot, like(1e20, tree))
+    trees = [group(dtype=BF16), group(dtype=BF16)]
+    optimizer = cut_down([adam(), adam()], dynamic_loss_scale=False)
+    x = [like(1.0, trees[0]), like(1e20, trees[1])]
+    _, state = optimizer.backward(optimizer.init(trees), dot, x)
     assert np.isfinite(flat(state.model_grads)).all()
     after = optimizer.step(state)
     assert after.overflow
-    assert_same_bits(after.params, tree)
+    assert_same_bits(after.params, trees)
 
 
 REFUSED = [

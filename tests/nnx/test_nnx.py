@@ -165,7 +165,6 @@ def test_step_2_and_a_second_model_do_not_trace_again():
     assert len(traces) == 1
 
 
-# ---- writes -----------------------------------------------------------------------
 @pytest.mark.slow
 def test_autocast_keeps_the_models_writes_and_leaks_nothing():
     plain, model = cnn(), cnn()
@@ -274,7 +273,6 @@ def test_linen_models_go_through_the_bridge():
     assert optimizer.step.get_value() == 1
 
 
-# ---- filters and containers -------------------------------------------------------
 def test_params_outside_the_filter_are_cast_and_not_stepped():
     class Tuned(nnx.Module):
         def __init__(self, rngs):
@@ -337,7 +335,6 @@ def test_several_models_and_losses_skip_by_themselves():
     assert skips in repr(optimizer)
 
 
-# ---- copies and checkpoints -------------------------------------------------------
 COPIES = {
     "clone": nnx.clone,
     "deepcopy": copy.deepcopy,
@@ -373,7 +370,6 @@ def test_a_checkpoint_loads_at_any_level(to):
         assert_same_bits(arrays((again, other)), arrays((model, optimizer)))
 
 
-# ---- errors ------------------------------------------------------------------------
 def noting(model, x):
     model.note = nnx.Intermediate(x.mean())
     return loss_fn(model, x)

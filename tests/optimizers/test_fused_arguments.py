@@ -23,8 +23,6 @@ from tests.support.bits import assert_rounded_alike as assert_close
 REFUSED = (TypeError, ValueError)
 PLAIN = jo.fused_sgd(0.1)
 
-# Masks of weight decay
-
 PARAMS = {
     "dense": {"b": jnp.asarray([2.0, 1.0]), "w": jnp.asarray([1.0, -3.0])},
     "gain": jnp.asarray([[3.0, -1.0]]),
@@ -90,8 +88,6 @@ def test_equal_hyperparameters_make_equal_transformations(name):
     assert a not in others
     assert decaying(name, len) == decaying(name, len)  # functions compare by identity
 
-
-# Numbers out of range, and options that exclude each other
 
 FACTORIES = {name: getattr(jo, f"fused_{name}") for name in BARE}
 FACTORIES["larc"] = functools.partial(jo.larc, PLAIN)

@@ -30,9 +30,6 @@ def schema(tree):
     return structure, [(x.shape, x.dtype, x.weak_type) for x in leaves]
 
 
-# States and updates: structure, shapes, dtypes
-
-
 @each
 def test_states_are_float32_and_keep_their_shape_and_dtype(name):
     tx = make(name)
@@ -143,9 +140,6 @@ def test_all_finite_checks_the_unscaled_gradients(dtype, backend):
             assert ask([jnp.asarray(g) for g in grads], factor) == wanted
 
 
-# JAX's transformations
-
-
 @pytest.mark.slow
 @each
 def test_under_vmap_with_a_learning_rate_each(name):
@@ -168,9 +162,6 @@ def test_under_vmap_with_a_learning_rate_each(name):
     updates, state = jax.tree.map(lambda x: x[1], got)
     assert_same_bits(state, make(name, learning_rate=0.1).init(params[1]))
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(updates))
-
-
-# optax's wrappers
 
 
 OPTIONS = [

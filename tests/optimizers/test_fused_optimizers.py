@@ -171,7 +171,6 @@ def test_the_first_steps_are_exact(row):
 
 
 # The oracles agree with optax for twenty steps where optax has the same optimizer.
-
 MASK, S = [True, False], Schedule(0.05)
 NUMBERS = {"b1": 0.8, "b2": 0.95, "eps": 1e-6}
 DECAYED = NUMBERS | WD

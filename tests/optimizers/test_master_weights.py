@@ -274,9 +274,6 @@ def test_schedule_free_params_for_evaluation():
     np.testing.assert_allclose(found["w"], 0.95, 1e-6)  # x is z after one step
 
 
-# The interface of optax
-
-
 PARAMS = tree()
 DENSE = PARAMS["dense"]
 CAST = PARAMS | {"norm": jax.tree.map(lambda x: x.astype(F16), PARAMS["norm"])}

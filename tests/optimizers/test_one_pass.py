@@ -133,9 +133,6 @@ def test_a_step_is_the_same_optimizers_in_optaxs_way(name):
     assert (states[-1].step, states[-1].skipped_steps) == (STEPS - len(BAD), len(BAD))
 
 
-# Clamping and exact bits
-
-
 @jax.jit
 def plain_step(state, x):
     return state.apply_gradients(grads=x)

@@ -18,8 +18,6 @@ SGD = optax.sgd(1.0)
 stored = functools.partial(jamp.master_weights, store_remainder=True)
 
 
-# Splitting and joining, over all lower halves
-
 # Zero, denormals, the smallest normal, 1 and the next number, the largest of a binade
 # and of all, infinity, NaNs and an ordinary number.
 HIGHS = [0, 1, 0x7F, 0x80, 0x3F80, 0x3F81, 0x40FF, 0x7F7E, 0x7F7F, 0x7F80]

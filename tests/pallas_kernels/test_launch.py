@@ -82,7 +82,6 @@ def test_other_dtypes_go_through_xla():
 
 
 # Reductions write no leaf, so their blocks are larger.
-
 READS = Job(
     lambda numbers, tag, c: {"sum": c["x"], "max": jnp.abs(c["x"])},
     reductions={"sum": "sum", "max": "max"},
@@ -106,9 +105,6 @@ def test_reductions_of_each_leaf(dtype):
         totals = launch(dataclasses.replace(READS, totals=True), leaves)[1]
         assert totals["sum"].shape == totals["max"].shape == ()
         assert totals["sum"] == sum(sums) and totals["max"] == max(largest)
-
-
-# The division of the work, without running it.
 
 
 def touched(n, block, vec):

@@ -68,9 +68,6 @@ def test_every_float_array_is_float32_inside_and_nothing_else_is_touched(level):
     assert_same_bits(out["floats"], expected)
 
 
-# Functions, by cast_forward and by state.apply_fn
-
-
 def plain(params, x):
     return jnp.tanh(x @ params["w"])
 

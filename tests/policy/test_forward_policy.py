@@ -119,9 +119,6 @@ def test_threads_do_not_see_each_others_patch(state):
     assert widths == [4, 2, 4]
 
 
-# Levels and their options
-
-
 @pytest.mark.parametrize(
     "level, options",
     [(level, {"cast_model_type": False}) for level in ("O0", "O2")]

@@ -188,8 +188,6 @@ def test_properties_are_immutable_values():
             setattr(make(), name, None)
 
 
-# Casting params and whole variables dicts
-
 HALVES = [jnp.float16, jnp.bfloat16]
 
 

@@ -83,9 +83,6 @@ def test_a_donated_state_is_updated_in_place(level):
     assert max(amp.copies, default=0) < 2**16
 
 
-# An NNX step costs the same as the Linen step.
-
-
 def loss_fn(model, x, y):
     losses = optax.softmax_cross_entropy_with_integer_labels(model(x), y)
     return losses.mean()

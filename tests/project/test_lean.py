@@ -186,8 +186,6 @@ def test_a_step_is_as_lean_on_a_tpu(name, mode):
 
 
 # Tracing and lowering, measured in Python calls, whose number does not vary.
-
-
 def calls(case: lean_cases.Case, mode: str) -> int:
     """Counts the calls that trace and lower a step."""
 

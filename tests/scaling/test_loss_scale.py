@@ -9,13 +9,13 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import serialization
 from hypothesis import given, settings, strategies as st
 
 import jamp
 from tests.oracles import loss_scale as oracle
+from tests.support.states import make
 
 F32 = np.finfo(np.float32)
 SMALLEST = float(F32.smallest_normal)
@@ -72,9 +72,6 @@ def advance(rule, flags, state=None):
     for finite in flags:
         state = rule.update(state, jnp.asarray(finite))
     return state
-
-
-# The oracle, checked on values derived by hand
 
 
 def test_oracle_tolerates_hysteresis_minus_one_overflows():
@@ -146,9 +143,8 @@ def test_hysteresis_counts_the_row_of_overflows_whatever_rule_began_it(before, s
 
 
 def test_hysteresis_holds_after_replace_and_across_checkpoints():
-    make = functools.partial(jamp.initialize, jnp.ones(2), optax.sgd(1.0), "O2")
     one, four = (jamp.DynamicLossScale(hysteresis=n) for n in (1, 4))
-    first, target = (make(loss_scale=rule, verbosity=0) for rule in (one, four))
+    first, target = (make("O2", jnp.ones(2), loss_scale=rule) for rule in (one, four))
     bad = jnp.full(2, jnp.inf)
     overflowed = first.apply_gradients(grads=bad)
     for state, left in ((first, 4), (overflowed, 3)):
@@ -171,9 +167,7 @@ def test_hysteresis_holds_after_replace_and_across_checkpoints():
 
 def test_a_loss_that_always_overflows_lowers_a_shared_scale_despite_hysteresis():
     rule = jamp.DynamicLossScale(hysteresis=3)
-    state = jamp.initialize(
-        jnp.ones(2), optax.sgd(1.0), "O2", loss_scale=rule, verbosity=0
-    )
+    state = make("O2", jnp.ones(2), loss_scale=rule)
     bad, good = jnp.full(2, jnp.inf), jnp.zeros(2)
     scales = []
     for _ in range(4):
@@ -276,11 +270,11 @@ def test_rules_are_frozen_and_compare_hash_and_pickle_by_value():
         lambda x: jamp.StaticLossScale(x),
         lambda x: jamp.StaticLossScale(x, check=True),
     ]
-    for make in every:
-        copies = [make(x) for x in (np.float32(8.0), jnp.float32(8.0), 8)]
-        copies.append(pickle.loads(pickle.dumps(make(8.0))))
-        assert {make(8.0)} == {make(8.0), *copies}
-    assert len({make(8.0) for make in every}) == len(every)
+    for rule in every:
+        copies = [rule(x) for x in (np.float32(8.0), jnp.float32(8.0), 8)]
+        copies.append(pickle.loads(pickle.dumps(rule(8.0))))
+        assert {rule(8.0)} == {rule(8.0), *copies}
+    assert len({rule(8.0) for rule in every}) == len(every)
     # The defaults are apex's.
     defaults = (2.0**16, 2.0, 2000, None, 2.0**24, 1)
     assert dataclasses.astuple(jamp.DynamicLossScale()) == defaults
@@ -310,7 +304,6 @@ def test_bad_settings_are_refused(name, value, words):
 
 
 def test_floor_ceiling_and_start_must_be_ordered():
-    with pytest.raises(ValueError, match="`min_scale` must not exceed"):
-        jamp.DynamicLossScale(8.0, min_scale=16.0, max_scale=8.0)
-    with pytest.raises(ValueError, match="`min_scale` must not exceed `init_scale`"):
-        jamp.DynamicLossScale(8.0, min_scale=16.0, max_scale=16.0)
+    for most, words in ((8.0, ""), (16.0, " `init_scale`")):
+        with pytest.raises(ValueError, match=f"`min_scale` must not exceed{words}"):
+            jamp.DynamicLossScale(8.0, min_scale=16.0, max_scale=most)

@@ -66,12 +66,10 @@ def test_an_inner_overflow_skips_the_outer_step(how):
         grads = jamp.scaled_grad(outer)(state, state, how, size)
         return state.apply_gradients(grads=grads), grads["w"]
 
-    for _ in range(8):
+    while not state.step and state.skipped_steps < 8:
         before = state
         state, grads = step(state)
-        if state.step:
-            break
-        assert np.isnan(grads).all()
-        assert state.loss_scale == before.loss_scale / 2
+        assert np.isnan(grads).all() or state.step
+        assert state.loss_scale == before.loss_scale / (1 if state.step else 2)
     assert state.step == 1 and 2 <= state.skipped_steps < 8
     np.testing.assert_allclose(grads, exact(size), rtol=1e-2, atol=1e-2)

@@ -27,9 +27,7 @@ def begin(level, tx, rule=CHECKS):
 
 
 @pytest.mark.standard_promotion
-@pytest.mark.parametrize(
-    "tx", [optax.sgd(1.0), jo.fused_adam(0.1)], ids=["sgd", "fused"]
-)
+@pytest.mark.parametrize("tx", [optax.sgd(1.0), jo.fused_adam(0.1)], ids=["", "fused"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_all_gradients_are_nan_and_the_step_is_skipped(level, tx):
     def step(state, x):

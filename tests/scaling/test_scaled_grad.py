@@ -36,9 +36,6 @@ def dtypes(tree):
     return {str(x.dtype) for x in jax.tree.leaves(tree)}
 
 
-# The results of jax.value_and_grad
-
-
 @pytest.mark.parametrize("level", RUNNING)
 def test_loss_and_gradients_of_every_level(level):
     state = make(level, loss_scale=8.0)

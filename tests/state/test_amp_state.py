@@ -179,15 +179,6 @@ def test_one_bad_element_changes_only_scale_and_counters(trained):
         assert (after.skipped_steps, after.last_step_skipped) == (1, True)
 
 
-@pytest.mark.standard_promotion
-def test_the_step_after_a_skip_is_the_step_that_would_have_been(trained):
-    skipped = full_step(trained, like(CLEAN, np.inf))
-    late = full_step(skipped, CLEAN)
-    # The scales are powers of two, so the lower one rounds gradients the same way.
-    assert_skipped(late, full_step(trained, CLEAN))
-    assert (late.skipped_steps, late.last_step_skipped) == (1, False)
-
-
 each_tx = pytest.mark.parametrize("tx", [SGD, fused_sgd(0.5, 0.5)], ids=["", "fused"])
 
 
@@ -212,7 +203,12 @@ def test_a_plain_tree_is_checked_too():
 
 @each_tx
 @pytest.mark.parametrize("level", ["O0", "O2"])
-def test_a_static_scale_checks_nothing(level, tx):
+def test_a_static_scale_skips_only_if_it_checks(level, tx):
+    state = make(level, tx=tx, loss_scale=jamp.StaticLossScale(4.0, check=True))
+    for after in (step(state, spoilt()), state.apply_gradients(grads=spoilt())):
+        assert_skipped(after, state)
+        assert (after.loss_scale, after.skipped_steps) == (4.0, 1)
+        assert after.last_step_skipped
     # apex_semantics 4.5: the optimizer receives inf and NaN.
     state = make(level, tx=tx, loss_scale=4.0)
     after = step(state, spoilt())
@@ -224,16 +220,6 @@ def test_a_static_scale_checks_nothing(level, tx):
 
 
 @each_tx
-@pytest.mark.parametrize("level", ["O0", "O2"])
-def test_a_static_scale_that_checks_skips_and_stays(level, tx):
-    state = make(level, tx=tx, loss_scale=jamp.StaticLossScale(4.0, check=True))
-    for after in (step(state, spoilt()), state.apply_gradients(grads=spoilt())):
-        assert_skipped(after, state)
-        assert (after.loss_scale, after.skipped_steps) == (4.0, 1)
-        assert after.last_step_skipped
-
-
-@each_tx
 @pytest.mark.parametrize("level", ["O4", "O5", "O6"])
 def test_a_level_of_bfloat16_checks_by_default_and_an_explicit_number_does_not(
     level, tx
@@ -241,27 +227,14 @@ def test_a_level_of_bfloat16_checks_by_default_and_an_explicit_number_does_not(
     fields = {"state_class": Mine, "batch_stats": OLD}
     state, new = make(level, tx=tx, **fields), stats_of(np.float32([1, 2]))
     assert state.loss_scale_rules == (jamp.StaticLossScale(1.0, check=True),)
-    assert jamp.initialize(params(), tx, level, verbosity=0).loss_scale == 1
     state = step(state, random_like(params(), 0))
-    for bad in (
-        step(state, spoilt(), batch_stats=new),
-        state.apply_gradients(grads=spoilt(), batch_stats=new),
-        step(state, like(params(), jnp.nan), batch_stats=new),
-    ):
+    for x in (spoilt(), like(params(), jnp.nan)):
+        bad = step(state, x, batch_stats=new)
         assert_skipped(bad, state)
-        assert (bad.skipped_steps, bad.last_step_skipped, bad.loss_scale) == (
-            1,
-            True,
-            1,
-        )
-    with pytest.raises(FloatingPointError, match="skipped 1 steps in a row"):
-        jamp.check(bad, max_consecutive_skips=1)
+        assert (bad.skipped_steps, bad.loss_scale) == (1, 1) and bad.last_step_skipped
     for number in (1, 1.0, "1", np.float32(1)):
-        state = make(level, tx=tx, loss_scale=number)
-        assert state.loss_scale_rules == (jamp.StaticLossScale(1.0),)
-        after = step(state, spoilt())
-        assert (after.step, after.skipped_steps) == (1, 0)
-        assert np.isnan(jamp.master_params(after)["b"]).tolist() == [False, True]
+        rules = make(level, tx=tx, loss_scale=number).loss_scale_rules
+        assert rules == (jamp.StaticLossScale(1.0),)
 
 
 class Mine(jamp.AmpState):
@@ -326,10 +299,8 @@ def test_losses_with_different_scales_are_summed_in_fp32(tx):
     # apex_semantics 6.5: apex's FusedSGD is wrong if a later loss has a lower scale.
     state = with_scales(make(tx=tx, num_losses=3), 64.0, 0.5, 4.0)
     slopes = (2.0**-9, 8.0, 2.0**-12)  # half cannot hold their sum
-    grads = [
-        jamp.scaled_grad(dot, loss_id=i)(state, like(params(), x))
-        for i, x in enumerate(slopes)
-    ]
+    rows = ((i, like(params(), x)) for i, x in enumerate(slopes))
+    grads = [jamp.scaled_grad(dot, loss_id=i)(state, x) for i, x in rows]
     after = state.apply_gradients(grads=grads, loss_id=range(3))
     expected = np.asarray(params()["w"]) - np.float32(sum(slopes))
     np.testing.assert_array_equal(jamp.master_params(after)["w"], expected)
@@ -375,8 +346,6 @@ def test_gradients_of_groups_in_the_wrong_container_are_refused():
 
 
 # Flax's fp8 overwrites values with their gradients.
-
-
 @jax.custom_vjp
 def measured(scale, x):
     return x * 1.0
@@ -390,7 +359,8 @@ measured.defvjp(
 
 def fp8_state(level="O2", pack=dict, **kwargs):
     w, amax = jnp.asarray([1.0, 2.0], jnp.float32), jnp.asarray(3.0, jnp.float32)
-    tree = {"params": {"w": w}, "_overwrite_with_gradient": {"amax": amax}}
+    values = {"amax": amax, "n": jnp.asarray([3, 4])}
+    tree = {"params": {"w": w}, "_overwrite_with_gradient": values, "other": w}
     return make(level, pack(tree), optax.sgd(1.0, momentum=0.9), **kwargs)
 
 
@@ -416,6 +386,8 @@ def test_overwrite_with_gradient_is_honoured(level, pack):
     # The gradient is written without scaling, unscaling or a step.
     amax = after.params["_overwrite_with_gradient"]["amax"]
     assert (amax.dtype, amax, type(after.params)) == (jnp.float32, 7.0, pack)
+    fixed = lambda p: (p["_overwrite_with_gradient"]["n"], p["other"])  # noqa: E731
+    assert_same_bits(fixed(after.params), fixed(state.params))
     w = halved(np.float32([1 - 2.0**-6, 2 - 2.0**-6]), level)
     assert bits(after.params["params"]["w"]) == w.tobytes()
     dynamic = fp8_state(level, pack, loss_scale="dynamic")
@@ -432,16 +404,12 @@ def test_two_losses_cannot_both_overwrite_a_value(ids):
 
 
 def test_losses_of_two_groups_overwrite_the_values_of_their_group():
-    one = {
-        "params": {"w": jnp.ones(2)},
-        "_overwrite_with_gradient": {"amax": jnp.ones(2)},
-    }
-    tx = optax.sgd(1.0)
+    one, tx = fp8_state("O0").params, optax.sgd(1.0)
     state = make("O0", {"a": one, "b": one}, {"a": tx, "b": tx}, num_losses=2)
     grads = [{key: like(one, x)} for key, x in (("a", 3.0), ("b", 5.0))]
     after = state.apply_gradients(grads=grads, loss_id=(0, 1))
     for key, wanted in (("a", 3.0), ("b", 5.0)):
-        assert after.params[key]["_overwrite_with_gradient"]["amax"][0] == wanted
+        assert after.params[key]["_overwrite_with_gradient"]["amax"] == wanted
     with pytest.raises(ValueError, match="of group 'b' from loss 0 and from loss 1"):
         state.apply_gradients(grads=(grads[1], grads[1]), loss_id=(0, 1))
 
@@ -464,10 +432,7 @@ def test_a_static_field_is_set_by_replace():
 SHARED = {
     "the masters": lambda s, x: {"own": jamp.master_params(s)["w"]},
     "each other": lambda s, x: {"own": x, "extra": x},
-    "new params": lambda s, x: {
-        **{"own": x, "params": {"w": x}},
-        "opt_state": s.opt_state,
-    },
+    "new params": lambda s, x: {"own": x, "params": {"w": x}, "opt_state": s.opt_state},
     "keys": lambda s, x: {"own": s.key, "extra": s.key},
 }
 

@@ -91,10 +91,7 @@ WRONG = {
     r"old\['b'\] is float16": (lambda s: s.params, "O2"),
     r"old\['b'\] is bfloat16": (lambda s: make("O5", START, None), "O5"),
     "old.* is float16.*set_to_zero": (lambda s: s, "O3"),
-    r"new have an unexpected leaf at \['b'\].*start": (
-        lambda s: {"w": s.params["w"]},
-        "O0",
-    ),
+    r"new have an unexpected leaf.*'b'.*start": (lambda s: {"w": s.params["w"]}, "O0"),
 }
 
 
@@ -116,7 +113,6 @@ FIELDS = {
 @pytest.mark.parametrize("how", FIELDS)
 def test_a_half_average_in_a_field_warns(how):
     state = make("O2", START, ema=START)
-    with pytest.warns(
-        jamp.PrecisionWarning, match="field ema has the .*float16.*master_par"
-    ):
+    words = "field ema has the .*float16.*master_par"
+    with pytest.warns(jamp.PrecisionWarning, match=words):
         FIELDS[how](state)

@@ -204,9 +204,3 @@ def test_another_optimizer_starts_like_in_a_new_state(level, before):
     wide = jamp.master_params(state)
     new = make(level[:2], wide, tx, **options)
     assert_same_bits(stepped(state).opt_state, stepped(new).opt_state)
-
-
-def test_an_optimizer_state_without_masters_is_refused():
-    state, tx = make("O2", tree(), STILL), optax.sgd(0.1, momentum=0.9)
-    with pytest.raises(TypeError, match=r"replace\(tx=tx\)\.load_params"):
-        state.replace(tx=tx, opt_state=tx.init(state.params))

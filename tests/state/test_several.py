@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-from collections import OrderedDict, namedtuple
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -18,8 +17,6 @@ import jamp
 from tests.oracles import loss_scale
 from tests.support.bits import assert_same_bits
 from tests.support.states import like, make, wide, with_scales
-
-# The whole state after every step
 
 
 class Setup(NamedTuple):
@@ -169,6 +166,8 @@ def assert_state(state: Any, results: list[Any], setup: Setup) -> None:
     w, trace, counted, scales = zip(*results, strict=True)
     steps, skipped, last = zip(*counted, strict=True)
     masters, moments = jamp.master_params(state), state.opt_state
+    if setup.pack is not None:
+        assert {*map(type, (moments, state.skipped_steps))} == {type(state.params)}
     groups = zip(*map(setup.of, (state.params, masters, moments)), strict=True)
     for params, masters, opt_state in groups:
         trees = params, masters, optax.tree.get(opt_state, "trace")
@@ -236,9 +235,6 @@ def test_half_leaves_sum_their_losses_in_fp32_with_and_without_masters(level):
         assert (np.float32(leaf) == -(2.0**-11)).all()
 
 
-# Skips of groups, and the movement of scales
-
-
 def slope(p, x):
     """Returns a loss whose gradient is `x`, for one group or several."""
     return sum((wide(w) * x).sum() for w in jax.tree.leaves(p))
@@ -286,12 +282,8 @@ def step_of_losses(state, slopes):
 # Then, for each step, the losses that overflow, and the scale and count of each scale.
 WINDOWS = [
     (2, 4, True, [((), 4, 2), ((), 8, 0), ((), 8, 2), ((), 16, 0)]),
-    (
-        2,
-        3,
-        True,
-        [((), 4, 2), ((), 8, 1), ((), 16, 0), ((), 16, 2)],
-    ),  # grows amid a step
+    # It grows amid a step.
+    (2, 3, True, [((), 4, 2), ((), 8, 1), ((), 16, 0), ((), 16, 2)]),
     (2, 1, True, [((), 16, 0), ((), 64, 0)]),  # grows twice per step
     (3, 4, True, [((), 4, 3), ((), 8, 2), ((), 16, 1), ((), 32, 0)]),
     (2, 3, True, [((), 4, 2), ((0,), 2, 1), ((), 4, 0)]),
@@ -342,23 +334,12 @@ def test_a_field_moves_if_all_groups_of_the_call_are_clean(bad, moves):
     state = make("O2", {"a": tree, "b": tree}, {"a": tx, "b": tx}, **fields)
     new = {"own": {"a": jnp.int32(1), "b": jnp.int32(2)}, "ema": jnp.ones(())}
     grads = {k: like(tree, np.inf if k == bad else 0.5) for k in "ab"}
-    after = state.apply_gradients(
-        grads=(grads, {"b": grads["b"]}), loss_id=(0, 0), **new
-    )
+    both = grads, {"b": grads["b"]}
+    after = state.apply_gradients(grads=both, loss_id=(0, 0), **new)
     assert (after.own, after.ema) == ((new["own"], 1) if moves else (fields["own"], 0))
     # A call without a group also moves its entry.
     after = state.apply_gradients(grads={"b": like(tree, 0.5)}, **new)
     assert (after.own, after.ema) == (new["own"], 1)
-
-
-Two = namedtuple("Two", "a b")
-
-
-@pytest.mark.parametrize("pack", [OrderedDict, lambda x: Two(**x)])
-def test_a_container_of_groups_is_a_list_tuple_or_dict(pack):
-    tree, tx = {"w": jnp.ones(2)}, optax.sgd(1.0)
-    with pytest.raises(TypeError, match="list, tuple or dict of them, got"):
-        make("O2", pack({"a": tree, "b": tree}), pack({"a": tx, "b": tx}))
 
 
 def test_a_frozen_dict_keeps_its_type_so_that_a_scan_can_carry_it():

@@ -65,9 +65,6 @@ MAKERS = {
 STARTS = ("x", "offset", "tiny", "exact")
 
 
-# ---- layers
-
-
 def layer_norm(a: Array) -> Array:
     return (a - a.mean(-1, keepdims=True)) / jnp.sqrt(a.var(-1, keepdims=True) + 1e-5)
 

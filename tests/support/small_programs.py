@@ -57,9 +57,6 @@ def program(**makers: Any):
     return enter
 
 
-# ---- large numbers and small ones
-
-
 @program(x=(16, 8), w=(8, 1), mean=normal(1, mean=1e5), std=normal(1, mean=1e5))
 def denormalized(x, w, mean, std):
     h = x @ w
@@ -99,9 +96,6 @@ def group_norm_after_conv(x, w, g):
     y = y - y.mean((1, 3), keepdims=True)
     y = y * lax.rsqrt((y**2).mean((1, 3), keepdims=True) + 1e-6)
     return nn.silu(y.reshape(2, 6, 6, 8) * g)
-
-
-# ---- losses after a product
 
 
 LOSSES = {

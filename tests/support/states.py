@@ -45,7 +45,7 @@ def params() -> Any:
 def make(level: str = "O2", tree: Any = None, tx: Any = SGD, **kwargs) -> Any:
     """Returns a state of `params()`, with a float32 norm, or of another tree."""
     tree = params() if tree is None else tree
-    if level in HALF and "norm" in tree:
+    if level in HALF and isinstance(tree, dict) and "norm" in tree:
         kwargs.setdefault("keep_fp32", "norm")
     kwargs.setdefault("state_class", State)
     return jamp.initialize(tree, tx, level, verbosity=0, **kwargs)
