@@ -53,5 +53,5 @@ def on_post_build(config: MkDocsConfig, **kwargs: Any) -> None:
         page = "" if page == "index" else f"{page}/"
         to = f"../{page}" + (anchor and f"#{anchor}")
         folder = pathlib.Path(config.site_dir) / old
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         (folder / "index.html").write_text(_REDIRECT.format(to=to))

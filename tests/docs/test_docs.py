@@ -1,6 +1,5 @@
 """Run the Python blocks of each page, in order, in one namespace."""
 
-import importlib
 import re
 import runpy
 import sys
@@ -45,20 +44,26 @@ def test_page_runs_and_prints_what_it_shows(page, capsys, monkeypatch, tmp_path)
 # The reference has every public name, and the pictures show real runs.
 
 DOCS = ROOT / "docs"
-NAMED = {
-    name
-    for page in DOCS.glob("reference*.md")
-    for name in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE)
-}
+REFERENCE = runpy.run_path(str(DOCS / "reference.py"))
 
 
 def test_the_reference_has_every_public_name_and_no_other():
     called = [line.partition("(")[0] for line in surface.lines() if "(" in line]
     expected = {name for name in called if name.rpartition(".")[0] not in called}
-    assert NAMED == expected, "write `::: NAME` on a page docs/reference*.md"
-    for name in NAMED:
-        module, _, attribute = name.rpartition(".")
-        assert getattr(importlib.import_module(module), attribute).__doc__
+    listed = {
+        f"{module}.{name}"
+        for module, purposes in REFERENCE["NAMES"].items()
+        for names in purposes.values()
+        for name in names.split()
+    }
+    assert listed == expected, "add the name to NAMES in docs/reference.py"
+
+
+def test_the_reference_is_current():
+    pages = REFERENCE["pages"]()
+    assert set(pages) == set((DOCS / "reference").glob("*.md"))
+    for path, text in pages.items():
+        assert path.read_text() == text, "run `python docs/reference.py`"
 
 
 LINK = re.compile(r"\]\((?!http)([^)#]+)")
