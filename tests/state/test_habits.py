@@ -257,6 +257,18 @@ RAISES = {
         lambda: jamp.diagnostics.compare(loss_fn, "O0", has_aux=True)(make()),
         r"TypeError: jamp\.diagnostics\.compare has no has_aux.*compare\(loss_fn, .O0",
     ),
+    "`jamp.master_params(state.params)`": (
+        lambda: jamp.master_params(make().params),
+        r"TypeError: jamp\.master_params\(state\) takes the AmpState.*got dict",
+    ),
+    "`jamp.cast_model(state, dtype)`": (
+        lambda: jamp.cast_model(make(), jnp.float16),
+        r"TypeError: jamp\.cast_model\(tree, dtype\).*got a State: pass state\.params",
+    ),
+    "`jamp.cast_forward(apply_fn, 'O2')`": (
+        lambda: jamp.cast_forward(MODEL.apply, "O2"),
+        r"TypeError: .*got 'O2': write `jamp\.Properties\.from_opt_level\('O2'\)`",
+    ),
     "`state.replace(opt_state=tx.init(params))`": (
         lambda: step(make().replace(opt_state=SGD.init({"kernel": W}))),
         r"TypeError.*load_params\(state\.params, reset_optimizer=True\)",
