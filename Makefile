@@ -54,6 +54,9 @@ budgets: $(VENV)/h200 ## compare the bytes of 15 architectures with half by hand
 tpu: $(VENV)/tpu ## compare the bytes of programs that are compiled for a TPU v5e
 	JAMP_TPU=1 $(PYTHON) -m pytest tests/project/test_lean.py -k tpu $(ARGS)
 
+peers: $(VENV)/.peers $(VENV)/.test ## run jmp, DynamicScale, torch and Qwix through the same cases
+	$(ON_CPU) $(PYTHON) -m benchmarks.peers
+
 lint: $(VENV)/.test ## check format, style and types
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
@@ -103,6 +106,6 @@ $(VENV)/pyvenv.cfg: $(shell test -x $(PYTHON) || echo FORCE)
 	python=$$(sh .ci/find_python) && "$$python" -m venv --clear $(VENV)
 FORCE:
 
-.PHONY: help demo test test-rest test-isa test-all test-next sweep fuzz soak budgets tpu lint bench gpu dist docs
+.PHONY: help demo test test-rest test-isa test-all test-next sweep fuzz soak budgets tpu peers lint bench gpu dist docs
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
