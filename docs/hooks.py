@@ -13,7 +13,6 @@ _OUTSIDE = {  # pages in the folder of their subject
     "deviations.md": "tests/docs/deviations.md",
     "examples.md": "examples/README.md",
     "results_in_full.md": "benchmarks/results/README.md",
-    "steps_of_15_models.md": "benchmarks/results/lean.md",
 }
 _TO_DOCS = re.compile(r"\]\((?:\.\./)*docs/(\S+\.(?:md|svg)\S*)\)")
 _ELSEWHERE = re.compile(r"\[([^]]+)\]\((?:docs|examples)?/?\w+\.(?:py|md)\)")

@@ -1,4 +1,4 @@
-"""Run the Python blocks of each page, in order, in one namespace."""
+"""Run the Python blocks of each page, in order, and check the reference."""
 
 import re
 import runpy
@@ -18,6 +18,8 @@ FENCED = re.compile(
 
 
 FIRST = "README.md", "docs/quickstart.md"
+# Pages of recipes, which people paste one by one: each block runs alone.
+ALONE = "docs/recipes.md", "docs/gradients.md", "docs/frameworks.md"
 LATER = [page for page in PAGES if "```py" in PAGES[page] and page not in FIRST]
 LATER = [pytest.param(page, marks=pytest.mark.slow) for page in LATER]
 
@@ -30,9 +32,10 @@ def test_page_runs_and_prints_what_it_shows(page, capsys, monkeypatch, tmp_path)
     assert len(blocks) == PAGES[page].count("```py")
 
     module = types.ModuleType("documentation")  # flax.linen and pickle look for it
-    monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.chdir(tmp_path)
     for block in blocks:
+        module = types.ModuleType("documentation") if page in ALONE else module
+        monkeypatch.setitem(sys.modules, module.__name__, module)
         line = PAGES[page].count("\n", 0, block.start("code"))
         code = "\n" * line + block["code"]  # a traceback shows the line of the page
         exec(compile(code, ROOT / page, "exec"), module.__dict__)

@@ -11,6 +11,7 @@ import optax
 import pytest
 from flax import jax_utils, nnx
 from flax.training.dynamic_scale import DynamicScale
+from flax.training.train_state import TrainState
 
 import jamp
 import jamp.nnx
@@ -269,6 +270,38 @@ RAISES = {
         lambda: jamp.cast_forward(MODEL.apply, "O2"),
         r"TypeError: .*got 'O2': write `jamp\.Properties\.from_opt_level\('O2'\)`",
     ),
+    "a plain `TrainState`": (
+        lambda: jamp.scaled_grad(loss_fn)(
+            TrainState.create(apply_fn=None, params=W, tx=SGD)
+        ),
+        r"TypeError: jamp\.scaled_grad.*takes the AmpState.*got TrainState",
+    ),
+    "`unscale` of unscaled gradients": (
+        lambda: jamp.unscale(jamp.scaled_grad(loss_fn)(make()), make()),
+        r"ValueError.*already divided by the loss scale\. Delete the call",
+    ),
+    "`optax.value_and_grad_from_state`": (
+        lambda: optax.value_and_grad_from_state(lambda p: loss_fn(p).astype("float32"))(
+            make(tx=optax.lbfgs()).params, state=make(tx=optax.lbfgs()).opt_state
+        ),
+        r"TypeError.*cond branches|true_fun and false_fun",
+    ),
+    "`optax.lookahead`": (
+        lambda: step(make(tx=optax.lookahead(SGD, 5, 0.5))),
+        r"AttributeError: 'dict' object has no attribute 'fast'",
+    ),
+    "other shapes in `replace(params=...)`": (
+        lambda: make().replace(params={"kernel": jnp.ones((3, 1))}),
+        r"ValueError.*add_params",
+    ),
+    "float8 params": (
+        lambda: jamp.initialize({"w": jnp.ones(2, jnp.float8_e5m2)}, SGD),
+        r"ValueError.*allow_incoming_model_not_fp32",
+    ),
+    "`nnx.split`, then `scaled_grad` of the parts": (
+        lambda: jamp.nnx.scaled_grad(nnx_loss)(nnx.split(make_nnx()[0]), make_nnx()[1]),
+        r"TypeError.*nnx\.merge",
+    ),
     "`state.replace(opt_state=tx.init(params))`": (
         lambda: step(make().replace(opt_state=SGD.init({"kernel": W}))),
         r"TypeError.*load_params\(state\.params, reset_optimizer=True\)",
@@ -428,7 +461,120 @@ def float16_layers():
     return np.stack(found), np.stack([0 * wanted] * 3 + [wanted])
 
 
+def without_a_scale():
+    """Differentiates a loss with a cotangent below float16's smallest number."""
+    state = make(level="O1", loss_scale=2.0**16)
+
+    def loss(params):
+        return 1e-9 * jamp.autocast(MODEL.apply)({"params": params}, X).sum()
+
+    scaled = jamp.scaled_grad(loss)(state)["kernel"]
+    np.testing.assert_allclose(scaled, 1e-9 * X.sum(0)[:, None], rtol=1e-2)
+    return jax.grad(loss)(state.params)["kernel"], np.zeros((2, 1))
+
+
+def guard_of_the_norm():
+    """Leaves the scale where it is, for ever."""
+    state, bad = make(loss_scale=None), X.copy()
+    bad[0, 0] = np.inf
+    grads = jamp.scaled_grad(loss_fn)(state, bad)
+    finite = jnp.isfinite(optax.tree.norm(grads))
+    after = jax.lax.cond(
+        finite, lambda s: s.apply_gradients(grads=grads), lambda s: s, state
+    )
+    assert (after.step, after.skipped_steps) == (0, 0)
+    g, norm = grads["kernel"], optax.tree.norm(grads)
+    hidden = [jnp.nan_to_num(g), jnp.where(g > 0, g, 0), jnp.where(norm < 100, g, 0)]
+    hidden.append(jax.jit(lambda g: g * (abs(g) < 100))(g))
+    assert all(jnp.isfinite(x).all() for x in hidden)
+    kept = [
+        g * jnp.minimum(1, 100 / norm),
+        jax.jit(lambda g, n: g * (n < 100))(g, norm),
+    ]
+    assert all(jnp.isnan(x).all() for x in kept)
+    return after.loss_scale, state.loss_scale
+
+
+def half_accumulation():
+    add = lambda total, g: total + g.astype(total.dtype)  # noqa: E731
+    total = {"kernel": jnp.ones((2, 1), jnp.bfloat16)}
+    for _ in range(100):
+        total = jax.tree.map(add, total, {"kernel": jnp.full((2, 1), 1e-3)})
+    return total["kernel"].astype("float32"), np.ones((2, 1))
+
+
+def own_step_by_tx():
+    state = make()
+    grads = {"kernel": jnp.full((2, 1), jnp.nan)}
+    updates, _ = state.tx.update(grads, state.opt_state, state.params)
+    return updates["kernel"], np.full((2, 1), np.nan)
+
+
+def resumes_at_step():
+    state, bad = make(), X.copy()
+    bad[0, 0] = np.inf
+    for x in (X, bad, X):
+        state, _ = step(state, x)
+    assert int(state.step + state.skipped_steps) == 3
+    return int(state.step), 2
+
+
+def statistics_of_half():
+    x = jnp.full(70_000, 0.5, jnp.float16)
+    np.testing.assert_allclose(jnp.mean(x), 0.5)
+    assert jnp.isinf(optax.tree.norm({"w": 600 * x[:200]}))
+    return jnp.sum(x) / x.size, 0.0
+
+
+def moving_half_averages():
+    target, state = make(level="O5", loss_scale=None), make(V, level="O5")
+    for _ in range(3):
+        params = optax.incremental_update(state.params, target.params, 1e-4)
+        target = target.replace(params=params)
+    found = wide(target)
+    right = jamp.incremental_update(state, make(level="O5", loss_scale=None), 1e-2)
+    assert (wide(right) != W).all()
+    return found, W
+
+
+def model_apply_by_hand():
+    """Finds the dtypes of the matmuls under your own `jax.grad`."""
+    found = []
+    for apply_fn in (MODEL.apply, make(level="O4", loss_scale=None).apply_fn):
+        text = str(
+            jax.make_jaxpr(lambda p, f=apply_fn: f({"params": p}, X))({"kernel": W})
+        )
+        found.append("bf16" in text)
+    return found, [False, True]
+
+
+def rollout_outside():
+    """Finds the ratios of PPO with an unchanged policy."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    model, states = nn.Dense(6), 8 * jax.random.normal(keys[0], (64, 32))
+    params = model.init(keys[1], states)["params"]
+    options = {"apply_fn": model.apply, "verbosity": 0}
+    state = jamp.initialize(params, optax.sgd(0.1), "O4", **options)
+    inside = jax.nn.log_softmax(state.apply_fn({"params": params}, states))
+    outside = jax.nn.log_softmax(model.apply({"params": params}, states))
+    loss = lambda p: jnp.exp(  # noqa: E731
+        jax.nn.log_softmax(state.apply_fn({"params": p}, states)) - inside
+    ).mean()
+    np.testing.assert_allclose(jamp.scaled_value_and_grad(loss)(state)[0], 1, 1e-6)
+    ratio = jnp.exp(inside - outside)
+    return abs(ratio - 1).max() > 0.02, True
+
+
 UNNOTICED = {
+    "`jax.value_and_grad` at O1": without_a_scale,
+    "a guard of your own, and what hides NaN": guard_of_the_norm,
+    "accumulation in half": half_accumulation,
+    "`state.tx.update`": own_step_by_tx,
+    "`start = int(state.step)`": resumes_at_step,
+    "statistics of half params": statistics_of_half,
+    "half averages": moving_half_averages,
+    "`model.apply` under your own `jax.grad`": model_apply_by_hand,
+    "a rollout outside of the level": rollout_outside,
     "`optax.apply_updates(state.params, updates)`": own_updates,
     "`scale_loss` without `unscale`": scaled_and_not_unscaled,
     "`g / state.loss_scale` after `scaled_grad`": unscaled_again_by_hand,
@@ -450,6 +596,22 @@ def nnx_grad_left_in():
     optimizer.update(model, nnx.grad(nnx_loss)(model))
 
 
+def grad_left_in():
+    state = make()
+    grads = jax.grad(lambda p: loss_fn(p).astype("float32"))(state.params)
+    jax.jit(lambda s, g: s.apply_gradients(grads=g))(state, grads)
+
+
+def reads_params_from_outside():
+    state = make()
+    jamp.scaled_grad(lambda _: loss_fn(state.params))(state)
+
+
+def half_average():
+    state = make(slow=jamp.cast_model({"kernel": W}, jnp.float16))
+    state.replace(slow=state.params)
+
+
 def reads_a_model_from_outside():
     model, optimizer = make_nnx()
     jamp.nnx.scaled_grad(lambda _: nnx_loss(model))(model, optimizer)
@@ -458,7 +620,17 @@ def reads_a_model_from_outside():
 # The call and its warning.
 SCALED, CONSTANT = "jamp.scaled_grad", "does not depend on the params"
 WARNS = {
+    "`jax.value_and_grad` left in": (grad_left_in, SCALED),
     "`nnx.value_and_grad` left in": (nnx_grad_left_in, SCALED),
+    "a loss in half": (
+        lambda: jamp.scaled_grad(lambda p: loss_fn(p).astype("float16"))(make()),
+        "The loss is float16",
+    ),
+    "a loss that reads `state.params` from outside": (
+        reads_params_from_outside,
+        CONSTANT,
+    ),
+    "`state.replace(ema=state.params)`": (half_average, "master_params"),
     "a loss that reads an NNX model from outside": (
         reads_a_model_from_outside,
         CONSTANT,
