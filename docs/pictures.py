@@ -428,38 +428,6 @@ def draw_memory():
     return figure
 
 
-def peers():
-    """Returns bytes and memory on an H200, relative to plain JAX."""
-    file = FOLDER.parents[1] / "benchmarks" / "results" / "compared.jsonl"
-    found, plain = {}, {}
-    for row in map(json.loads, file.read_text().splitlines()):
-        counts = np.array([row["traffic"], row["temp"]])
-        first = plain.setdefault(row["model"], counts)  # plain JAX's
-        found.setdefault(row["model"], {})[row["who"]] = counts / first
-    return found
-
-
-def draw_peers():
-    models = peers()
-    figure, panels = plt.subplots(
-        1, len(models), figsize=(2.1 * len(models), 2.8), sharey=True, sharex=True
-    )
-    for axes, (model, found) in zip(panels, models.items(), strict=True):
-        for row, (who, (traffic, temp)) in enumerate(reversed(found.items())):
-            color = SCALED if who in LEVELS else "#8a94a0"
-            axes.plot([traffic, temp], [row, row], color=color, lw=0.8)
-            axes.plot(traffic, row, "o", color=color, ms=6)
-            axes.plot(temp, row, "o", color=color, ms=6, mfc="white")
-        axes.axvline(1, color=DARK, lw=0.6, ls=":")
-        axes.set(title=model.replace(" with", "\nwith").replace(" under", "\nunder"))
-        axes.set_yticks(range(len(found)), reversed(found))
-        axes.title.set_fontsize(9)
-    panels[0].set_xlim(0.35, None)
-    figure.supxlabel("bytes moved (full) and temporary memory (hollow), over plain JAX")
-    figure.tight_layout()
-    return figure
-
-
 def fp8_curves():
     """Returns the loss curves of each seed, by model and setting."""
     file = FOLDER.parents[1] / "benchmarks" / "results" / "fp8.jsonl"
@@ -474,13 +442,14 @@ def draw_fp8():
     models = fp8_curves()
     figure, panels = plt.subplots(1, len(models), figsize=(8, 2.8))
     for axes, (model, curves) in zip(panels, models.items(), strict=True):
-        for losses in curves["fp8"]:
-            axes.plot(range(15, 300, 30), losses, color=SCALED, lw=1)
-        for losses in curves["O5"]:
-            axes.plot(range(15, 300, 30), losses, "o", color=DARK, ms=3, mfc="white")
+        for seed, losses in enumerate(curves["fp8"]):
+            axes.plot(range(15, 300, 30), losses, color=f"C{seed}", lw=1)
+        for seed, losses in enumerate(curves["O5"]):
+            style = {"color": f"C{seed}", "ms": 3, "mfc": "white"}
+            axes.plot(range(15, 300, 30), losses, "o", **style)
         axes.set(title=model, xlabel="step")
     panels[0].set_ylabel("training loss, mean of 30 steps")
-    panels[0].plot([], color=SCALED, label="with fp8")
+    panels[0].plot([], color=DARK, label="with fp8; a color is a seed")
     panels[0].plot([], [], "o", color=DARK, ms=3, mfc="white", label="O5")
     panels[0].legend(frameon=False)
     figure.tight_layout()
@@ -497,7 +466,6 @@ PICTURES = {
     "scale": draw_scale,
     "bytes": draw_bytes,
     "memory": draw_memory,
-    "peers": draw_peers,
 }
 
 
