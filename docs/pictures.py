@@ -449,9 +449,9 @@ def draw_fp8():
             axes.plot(range(15, 300, 30), losses, "o", **style)
         axes.set(title=model, xlabel="step")
     panels[0].set_ylabel("training loss, mean of 30 steps")
-    panels[0].plot([], color=DARK, label="with fp8; a color is a seed")
+    panels[0].plot([], color=DARK, label="fp8, a color per seed")
     panels[0].plot([], [], "o", color=DARK, ms=3, mfc="white", label="O5")
-    panels[0].legend(frameon=False)
+    panels[0].legend(frameon=False, fontsize=8, loc="upper right")
     figure.tight_layout()
     return figure
 
