@@ -474,7 +474,7 @@ def without_a_scale():
 
 
 def guard_of_the_norm():
-    """Leaves the scale where it is, for ever."""
+    """Leaves the scale where it is, and hides NaN."""
     state, bad = make(loss_scale=None), X.copy()
     bad[0, 0] = np.inf
     grads = jamp.scaled_grad(loss_fn)(state, bad)
