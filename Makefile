@@ -33,6 +33,9 @@ test-isa: $(VENV)/.test ## run numeric tests with AVX512, and with all instructi
 
 test-all: test test-rest test-isa ## run every test
 
+# Each takes from minutes to hours; the first failure ends the run.
+nightly: sweep fuzz soak budgets tpu test-isa test-next ## run all checks that .ci/run leaves out
+
 test-next: ## run autocast's tests on JAX's newest pre-release, in .venv-next
 	$(MAKE) --no-print-directory VENV=$(VENV)-next $(VENV)-next/.suite
 	$(VENV)-next/bin/python -m pip install --quiet --upgrade --pre jax
@@ -53,6 +56,9 @@ budgets: $(VENV)/h200 ## compare the bytes of 15 architectures with half by hand
 
 tpu: $(VENV)/tpu ## compare the bytes of programs that are compiled for a TPU v5e
 	JAMP_TPU=1 $(PYTHON) -m pytest tests/project/test_lean.py -k tpu $(ARGS)
+
+peers: $(VENV)/.peers $(VENV)/.test ## run jmp, DynamicScale, torch and Qwix through the same cases
+	$(ON_CPU) $(PYTHON) -m benchmarks.peers
 
 lint: $(VENV)/.test ## check format, style and types
 	$(PYTHON) -m ruff format --check .
@@ -103,6 +109,6 @@ $(VENV)/pyvenv.cfg: $(shell test -x $(PYTHON) || echo FORCE)
 	python=$$(sh .ci/find_python) && "$$python" -m venv --clear $(VENV)
 FORCE:
 
-.PHONY: help demo test test-rest test-isa test-all test-next sweep fuzz soak budgets tpu lint bench gpu dist docs
+.PHONY: help demo test test-rest test-isa test-all nightly test-next sweep fuzz soak budgets tpu peers lint bench gpu dist docs
 .NOTPARALLEL:
 .DELETE_ON_ERROR:

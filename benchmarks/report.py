@@ -33,6 +33,14 @@ after the runs below.
 """
 TRAINED = ["training step", "ms", "tokens/s", "MFU", "GB"]
 TRAINED += ["predicted floor, ms", "predicted ms", "predicted GB"]
+PREDICTED = """`python -m benchmarks.predictions` predicts the steps of `make gpu` from
+programs compiled for an H200. "fused" is cuDNN's attention.
+
+"""
+HOST = """Medians of the CPU time (`python -m benchmarks.host`). A first call traces,
+lowers and compiles.
+
+"""
 ABLATIONS = """# Autocast without each mechanism
 
 `python -m benchmarks.ablations` switches off one mechanism of autocast
@@ -43,11 +51,9 @@ column was not compiled. `tests/autocast/test_ablations.py` shows the digits tha
 mechanisms without bytes save.
 
 """
-LEAN = """# Autocast beside half by hand
-
-`python -m benchmarks.lean` counts bytes moved and temporary memory of a step,
-without a device. `ablations.md` in this folder shows the steps without each mechanism
-of autocast.
+LEAN = """`python -m benchmarks.lean` counts bytes moved and temporary memory of a step,
+without a device. [Ablations](ablations.md) shows the steps without each mechanism of
+autocast.
 
 """
 TABLES: dict[str, tuple[str, tuple[Any, ...]]] = {
@@ -153,12 +159,15 @@ def peers() -> str:
 
 
 def page() -> str:
-    from benchmarks import convergence, fp8, rounding
+    from benchmarks import convergence, fp8, host, predictions, rounding
 
     runs = [json.loads(p.read_text()) for p in sorted(FOLDER.glob("gpu_*.json"))]
     sections = {
         "Beside the peers": PEERS + peers(),
         "On an H100": ON_GPU + "\n\n".join(map(gpu_run, runs)),
+        "Predictions for an H100": PREDICTED + predictions.rows_of(predictions.read()),
+        "Training steps of 15 models": LEAN + lean_tables(),
+        "Cost on the host": HOST + host.table(host.read()),
         "Training": "`python -m benchmarks.convergence`\n\n"
         + convergence.table(convergence.read()),
         "With fewer bytes per parameter": "`python -m benchmarks.rounding`\n\n"
@@ -169,15 +178,15 @@ def page() -> str:
     return "\n".join([HEAD, *parts])
 
 
-def lean_page() -> str:
+def lean_tables() -> str:
     from benchmarks import lean
 
     entries = lean.read()
     parts = [
-        f"## {title}\n\n{text}\n\n{lean.table(entries, *shown)}\n"
+        f"### {title}\n\n{text}\n\n{lean.table(entries, *shown)}"
         for title, (text, shown) in TABLES.items()
     ]
-    return LEAN + "\n".join(parts)
+    return "\n\n".join(parts)
 
 
 def ablations_page() -> str:
@@ -194,7 +203,6 @@ def main() -> None:
         print(gpu_run(json.loads(file.read_text())))
     else:
         (FOLDER / "README.md").write_text(page())
-        (FOLDER / "lean.md").write_text(lean_page())
         (FOLDER / "ablations.md").write_text(ablations_page())
 
 

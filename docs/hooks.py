@@ -13,7 +13,6 @@ _OUTSIDE = {  # pages in the folder of their subject
     "deviations.md": "tests/docs/deviations.md",
     "examples.md": "examples/README.md",
     "results_in_full.md": "benchmarks/results/README.md",
-    "steps_of_15_models.md": "benchmarks/results/lean.md",
 }
 _TO_DOCS = re.compile(r"\]\((?:\.\./)*docs/(\S+\.(?:md|svg)\S*)\)")
 _ELSEWHERE = re.compile(r"\[([^]]+)\]\((?:docs|examples)?/?\w+\.(?:py|md)\)")
@@ -53,5 +52,5 @@ def on_post_build(config: MkDocsConfig, **kwargs: Any) -> None:
         page = "" if page == "index" else f"{page}/"
         to = f"../{page}" + (anchor and f"#{anchor}")
         folder = pathlib.Path(config.site_dir) / old
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         (folder / "index.html").write_text(_REDIRECT.format(to=to))

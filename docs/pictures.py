@@ -322,12 +322,12 @@ def draw_scale():
 
 def held_bytes(level, tx=jamp.optimizers.fused_adam, **options):
     """Returns bytes per parameter of params, masters and Adam's moments."""
-    params = {"w": jnp.ones(64)}
+    params = {"w": jnp.ones((256, 256))}
     state = jamp.initialize(params, tx(1e-3), level, verbosity=0, **options)
     inner = getattr(state.opt_state, "inner_state", state.opt_state)
     parts = state.params, getattr(state.opt_state, "masters", ()), inner
     leaves = (jax.tree.leaves(part) for part in parts)
-    return [sum(x.dtype.itemsize for x in part if x.ndim) for part in leaves]
+    return [sum(x.nbytes for x in part if x.ndim) / 2**16 for part in leaves]
 
 
 def adam_bytes(store_remainder):
@@ -375,66 +375,56 @@ def draw_bytes():
     return figure
 
 
-def draw_memory():
-    small = functools.partial(jamp.optimizers.fused_adam, moment_dtype=jnp.bfloat16)
+BFLOAT16 = {"moment_dtype": jnp.bfloat16}
+ADAM = {  # level, options of fused_adam, options of initialize
+    "O0, O1, O4: float32 params": ("O4", {}, {}),
+    "O2, O5, O6: half params, float32 masters": ("O5", {}, {}),
+    "O5, 16-bit remainders": ("O5", {}, {"store_remainder": True}),
+    "O5, 16-bit remainders, bfloat16 moments": (
+        "O5",
+        BFLOAT16,
+        {"store_remainder": True},
+    ),
+    "O5, no masters, bfloat16 moments": (
+        "O5",
+        BFLOAT16,
+        {"master_weights": False, "stochastic_rounding": True},
+    ),
+}
+
+
+def adam_rows():
+    """Returns bytes per parameter by row: float32 first, then from large to small."""
     rows = {
-        "O5, 16-bit remainders, bfloat16 moments": held_bytes(
-            "O5", small, store_remainder=True
-        ),
-        "O5, no masters, stochastic rounding": held_bytes(
-            "O5", small, master_weights=False, stochastic_rounding=True
-        ),
-        "O0, O1, O4: float32 params": held_bytes("O4"),
-        "O5, 16-bit remainders": held_bytes("O5", store_remainder=True),
-        "O2, O5, O6": held_bytes("O5"),
+        name: held_bytes(
+            level, functools.partial(jamp.optimizers.fused_adam, **of_tx), **options
+        )
+        for name, (level, of_tx, options) in ADAM.items()
     }
-    figure, axes = plt.subplots(figsize=(8, 2.6))
+    first, *others = rows
+    return {
+        name: rows[name]
+        for name in (first, *sorted(others, key=lambda n: -sum(rows[n])))
+    }
+
+
+def draw_memory():
+    rows = adam_rows()
+    figure, axes = plt.subplots(figsize=(8, 0.5 + 0.42 * len(rows)))
     colors = COLORS["bfloat16"], COLORS["float32"], "#b4a7d6"
     parts = zip(("params", "masters", "moments"), colors, strict=True)
     sizes, left = np.array(list(rows.values())), np.zeros(len(rows))
     for (name, color), size in zip(parts, sizes.T, strict=True):
         axes.barh(list(rows), size, left=left, color=color, label=name, height=0.7)
         for row, (n, start) in enumerate(zip(size, left, strict=True)):
-            text = str(n) if n else ""
+            text = f"{n:.3g}" if n else ""
             axes.text(start + n / 2, row, text, ha="center", va="center", fontsize=9)
         left += size
     for row, total in enumerate(left):
-        axes.text(total + 0.2, row, f"{total:g}", va="center", weight="bold")
+        axes.text(total + 0.2, row, f"{total:.3g}", va="center", weight="bold")
     axes.invert_yaxis()
     axes.set(xlabel="bytes per parameter that a state of Adam holds", xlim=(0, 15))
-    axes.legend(frameon=False, loc="upper right")
-    return figure
-
-
-def peers():
-    """Returns bytes and memory on an H200, relative to plain JAX."""
-    file = FOLDER.parents[1] / "benchmarks" / "results" / "compared.jsonl"
-    found, plain = {}, {}
-    for row in map(json.loads, file.read_text().splitlines()):
-        counts = np.array([row["traffic"], row["temp"]])
-        first = plain.setdefault(row["model"], counts)  # plain JAX's
-        found.setdefault(row["model"], {})[row["who"]] = counts / first
-    return found
-
-
-def draw_peers():
-    models = peers()
-    figure, panels = plt.subplots(
-        1, len(models), figsize=(2.1 * len(models), 2.8), sharey=True, sharex=True
-    )
-    for axes, (model, found) in zip(panels, models.items(), strict=True):
-        for row, (who, (traffic, temp)) in enumerate(reversed(found.items())):
-            color = SCALED if who in LEVELS else "#8a94a0"
-            axes.plot([traffic, temp], [row, row], color=color, lw=0.8)
-            axes.plot(traffic, row, "o", color=color, ms=6)
-            axes.plot(temp, row, "o", color=color, ms=6, mfc="white")
-        axes.axvline(1, color=DARK, lw=0.6, ls=":")
-        axes.set(title=model.replace(" with", "\nwith").replace(" under", "\nunder"))
-        axes.set_yticks(range(len(found)), reversed(found))
-        axes.title.set_fontsize(9)
-    panels[0].set_xlim(0.35, None)
-    figure.supxlabel("bytes moved (full) and temporary memory (hollow), over plain JAX")
-    figure.tight_layout()
+    axes.legend(frameon=False, loc="lower right")
     return figure
 
 
@@ -452,15 +442,16 @@ def draw_fp8():
     models = fp8_curves()
     figure, panels = plt.subplots(1, len(models), figsize=(8, 2.8))
     for axes, (model, curves) in zip(panels, models.items(), strict=True):
-        for losses in curves["fp8"]:
-            axes.plot(range(15, 300, 30), losses, color=SCALED, lw=1)
-        for losses in curves["O5"]:
-            axes.plot(range(15, 300, 30), losses, "o", color=DARK, ms=3, mfc="white")
+        for seed, losses in enumerate(curves["fp8"]):
+            axes.plot(range(15, 300, 30), losses, color=f"C{seed}", lw=1)
+        for seed, losses in enumerate(curves["O5"]):
+            style = {"color": f"C{seed}", "ms": 3, "mfc": "white"}
+            axes.plot(range(15, 300, 30), losses, "o", **style)
         axes.set(title=model, xlabel="step")
     panels[0].set_ylabel("training loss, mean of 30 steps")
-    panels[0].plot([], color=SCALED, label="with fp8")
+    panels[0].plot([], color=DARK, label="fp8, a color per seed")
     panels[0].plot([], [], "o", color=DARK, ms=3, mfc="white", label="O5")
-    panels[0].legend(frameon=False)
+    panels[0].legend(frameon=False, fontsize=8, loc="upper right")
     figure.tight_layout()
     return figure
 
@@ -475,7 +466,6 @@ PICTURES = {
     "scale": draw_scale,
     "bytes": draw_bytes,
     "memory": draw_memory,
-    "peers": draw_peers,
 }
 
 

@@ -139,7 +139,7 @@ def train(options):
         batch_stats={k: variables[k]["batch_stats"] for k in models},
     )
     history = []
-    bar = tqdm.trange(1, steps + 1, desc=options.opt_level, unit="step")
+    bar = tqdm.trange(1, steps + 1, desc=options.opt_level, disable=None)
     for step in bar:
         batch = random.choice(images, options.batchSize, replace=False)
         noise = random.standard_normal((len(batch), options.nz), np.float32)

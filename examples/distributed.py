@@ -162,7 +162,7 @@ def train(options):
         state = jamp.from_checkpoint(state, manager.restore(done, args=target))
 
     history, steps = [], range(done + 1, options.steps + 1)
-    for step in tqdm.tqdm(steps, disable=jax.process_index() > 0):
+    for step in tqdm.tqdm(steps, disable=jax.process_index() > 0 or None):
         rows = own_rows(step, options)
         x, y = (jax.make_array_from_process_local_data(by_rows, a) for a in rows)
         state, metrics = train_step(state, x, y)

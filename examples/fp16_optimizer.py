@@ -81,7 +81,7 @@ def main(argv=None):
         return state, stats, (loss, norm)
 
     random, overflows = np.random.default_rng(0), 0
-    bar = tqdm.trange(options.steps, unit="step")
+    bar = tqdm.trange(options.steps, disable=None)
     for _ in bar:
         i = random.choice(len(images), 64, replace=False)
         state, stats, (loss, norm) = train_step(state, stats, images[i], labels[i])

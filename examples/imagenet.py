@@ -160,7 +160,7 @@ def train(args):
     if done >= steps or (manager and (manager.latest_step() or 0) > done):
         raise SystemExit(f"{done} of {steps} steps done. Resume {folder} or rename it.")
     train_step = make_train_step(mesh, args.sync_bn)
-    bar = tqdm.trange(done + 1, steps + 1, initial=done, total=steps, unit="step")
+    bar = tqdm.trange(done + 1, steps + 1, initial=done, total=steps, disable=None)
     for step, batch in zip(bar, images.shuffled(args.seed, done, steps), strict=True):
         state, metrics = train_step(state, *batch)
         if step == done + 1:  # starts the clock after compilation

@@ -65,7 +65,7 @@ class Job:
     Attributes:
         formula: `(numbers, tag, columns) -> results`, in float32.
         copies: columns that the job writes and does not read, each with the column from
-            which it is rounded. In a leaf without that column, it is no copy.
+            which it is rounded. A leaf without that column has no copies.
         reductions: results to reduce over each leaf with "sum", or with "max" if they
             are not negative.
         totals: whether to reduce over all leaves, and return nothing else.

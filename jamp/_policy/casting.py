@@ -9,11 +9,13 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
+from flax.training.train_state import TrainState
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from jamp._core.dtypes import FLOAT32, cast, is_castable
 from jamp._core.path_rules import check_rules, matches, parse_rules
+from jamp._core.show import kind
 from jamp._core.tree import (
     is_overwritten,
     map_in_one_program,
@@ -58,7 +60,7 @@ def cast_model(
 
     Raises:
         ValueError: `dtype` is not one of the three, or a regex matches no leaf.
-        TypeError: `keep_fp32` has the wrong type.
+        TypeError: `keep_fp32` has the wrong type, or `tree` is a state.
 
     >>> import jax.numpy as jnp
     >>> params = {"bn1": {"scale": jnp.ones(2)}, "head": {"kernel": jnp.ones((2, 2))}}
@@ -66,6 +68,11 @@ def cast_model(
     >>> print(half["bn1"]["scale"].dtype, half["head"]["kernel"].dtype)
     float32 float16
     """
+    if isinstance(tree, TrainState):
+        raise TypeError(
+            "jamp.cast_model(tree, dtype) takes params or variables, got "
+            f"{kind(tree)}: pass state.params. It would cast moments and scales too."
+        )
     keep_fp32 = () if keep_fp32 is None else parse_rules("keep_fp32", keep_fp32)
     dtype = parse_model_dtype(dtype)
     is_variables = isinstance(tree, Mapping) and isinstance(tree.get("params"), Mapping)

@@ -146,6 +146,9 @@ def cast_forward(
         A function with the signature of `apply_fn`, which hashes by value. Wrapping it
         again with the same properties returns it unchanged.
 
+    Raises:
+        TypeError: `properties` is something else, such as the name of a level.
+
     >>> import jax.numpy as jnp
     >>> def apply(w, x):
     ...     return jnp.dot(x, w)
@@ -153,6 +156,12 @@ def cast_forward(
     >>> half(jnp.ones(3, jnp.float16), jnp.full((2, 3), 1.0004))[0].item()  # rounded
     3.0
     """
+    if not isinstance(properties, Properties):
+        raise TypeError(
+            f"jamp.cast_forward(apply_fn, properties) got {properties!r}: write "
+            f"`jamp.Properties.from_opt_level({properties!r})`, or pass the "
+            "`properties` of a state."
+        )
     is_cast = isinstance(apply_fn, _Forward) and apply_fn.properties == properties
     return apply_fn if is_cast else _Forward(apply_fn, properties)
 

@@ -11,6 +11,7 @@ from jamp._core import groups
 from jamp._core.groups import HasGroups, Key
 from jamp._core.layout import Layout
 from jamp._core.show import kind
+from jamp._scaling.rules import check_state
 from jamp.optimizers import _masters as masters
 from pallas_kernels import Weight
 
@@ -117,5 +118,7 @@ def master_params(state: TrainState) -> PyTree:
     >>> print(f"{state.params.item():.6f} {master_params(state).item():.6f}")
     0.099976 0.100000
     """
+    if not isinstance(state, TrainState):
+        check_state(state, "jamp.master_params(state)")
     wide = {key: group.wide() for key, group in groups_of(state).items()}
     return groups.pack(wide, state.params)

@@ -1,5 +1,6 @@
 """Test that `import jamp` checks its environment, as pyproject.toml says."""
 
+import re
 import tomllib
 
 import pytest
@@ -31,6 +32,13 @@ def test_pyproject_has_the_same_bounds_and_no_version_of_its_own():
     assert "jax>={}.{},<{}.{}".format(*bounds) in PROJECT["dependencies"]
     assert "version" in PROJECT["dynamic"] and "version" not in PROJECT
     assert jamp.__version__.count(".") == 2
+
+
+def test_the_changelog_begins_with_this_version_and_its_date():
+    changelog = (ROOT / "docs" / "changelog.md").read_text()
+    version, date = re.search(r"^## (\S+), (.+)$", changelog, re.MULTILINE).groups()
+    assert version == jamp.__version__
+    assert re.fullmatch(r"not released yet|20\d\d-\d\d-\d\d", date)
 
 
 def test_import_checks_jax_first():

@@ -186,7 +186,7 @@ def test_the_errors_of_three_layers_match_numpy():
     products = [row for row in report.rows if row.primitive == "dot_general"]
     forward = [row for row in products if row.phase == "forward"]
     np.testing.assert_allclose([row.error for row in forward], expected, rtol=0.02)
-    # Of the first matmul's operands, only the weight has an error before it.
+    # Only the weight of the first matmul's operands has an error before it.
     rounding = np.linalg.norm(rounded(W) - W) / np.linalg.norm(W)
     assert abs(forward[0].added - (expected[0] - rounding)) < 1e-5
     assert report.flagged == () and report.first() is None

@@ -1,6 +1,5 @@
-"""Run the Python blocks of each page, in order, in one namespace."""
+"""Run the Python blocks of each page, in order, and check the reference."""
 
-import importlib
 import re
 import runpy
 import sys
@@ -19,6 +18,8 @@ FENCED = re.compile(
 
 
 FIRST = "README.md", "docs/quickstart.md"
+# Pages of recipes, which people paste one by one: each block runs alone.
+ALONE = "docs/recipes.md", "docs/gradients.md", "docs/frameworks.md"
 LATER = [page for page in PAGES if "```py" in PAGES[page] and page not in FIRST]
 LATER = [pytest.param(page, marks=pytest.mark.slow) for page in LATER]
 
@@ -31,9 +32,10 @@ def test_page_runs_and_prints_what_it_shows(page, capsys, monkeypatch, tmp_path)
     assert len(blocks) == PAGES[page].count("```py")
 
     module = types.ModuleType("documentation")  # flax.linen and pickle look for it
-    monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.chdir(tmp_path)
     for block in blocks:
+        module = types.ModuleType("documentation") if page in ALONE else module
+        monkeypatch.setitem(sys.modules, module.__name__, module)
         line = PAGES[page].count("\n", 0, block.start("code"))
         code = "\n" * line + block["code"]  # a traceback shows the line of the page
         exec(compile(code, ROOT / page, "exec"), module.__dict__)
@@ -45,20 +47,26 @@ def test_page_runs_and_prints_what_it_shows(page, capsys, monkeypatch, tmp_path)
 # The reference has every public name, and the pictures show real runs.
 
 DOCS = ROOT / "docs"
-NAMED = {
-    name
-    for page in DOCS.glob("reference*.md")
-    for name in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE)
-}
+REFERENCE = runpy.run_path(str(DOCS / "reference.py"))
 
 
 def test_the_reference_has_every_public_name_and_no_other():
     called = [line.partition("(")[0] for line in surface.lines() if "(" in line]
     expected = {name for name in called if name.rpartition(".")[0] not in called}
-    assert NAMED == expected, "write `::: NAME` on a page docs/reference*.md"
-    for name in NAMED:
-        module, _, attribute = name.rpartition(".")
-        assert getattr(importlib.import_module(module), attribute).__doc__
+    listed = {
+        f"{module}.{name}"
+        for module, purposes in REFERENCE["NAMES"].items()
+        for names in purposes.values()
+        for name in names.split()
+    }
+    assert listed == expected, "add the name to NAMES in docs/reference.py"
+
+
+def test_the_reference_is_current():
+    pages = REFERENCE["pages"]()
+    assert set(pages) == set((DOCS / "reference").glob("*.md"))
+    for path, text in pages.items():
+        assert path.read_text() == text, "run `python docs/reference.py`"
 
 
 LINK = re.compile(r"\]\((?!http)([^)#]+)")

@@ -18,7 +18,7 @@ FP8 = jamp.Fp8(keep="head", grad_weight=False, smallest=256)
 LISTS, RULE = jamp.AutocastLists(), jamp.DynamicLossScale(window=7)
 
 # apex_semantics 1.2, columns O4 and O5 from ROCm's fork: model and autocast dtypes,
-# keep_batchnorm_fp32, master_weights, loss_scale. None is a scale of 1 that checks.
+# keep_batchnorm_fp32, master_weights, loss_scale (None: a scale of 1 that checks).
 DEFAULTS = {
     "O0": (F32, None, None, False, 1.0),
     "O1": (None, F16, None, None, "dynamic"),

@@ -134,7 +134,7 @@ EXCEPTIONS_ON_TPU = {
     ("bert-sure", "O5"): Bound(1.05, 1.04),  # 1.040 and 1.033
     # XLA also reads the scores once more, to sum their softmax (67 MB per layer).
     ("bert-heads", "O5"): Bound(1.07, 1.02),  # 1.064 and 1.006
-    # A batch of 64, whose gelus have a barrier, as those of ViT (50 MB per block).
+    # A batch of 64, whose gelus have a barrier, as in ViT (50 MB per block).
     ("bert-short", "widest"): Bound(0.97, 1.21),  # 0.960 and 1.202
     ("bert-short", "narrowest"): Bound(0.98, 1.13),  # 0.975 and 1.120
     ("bert-short", "O5"): Bound(0.98, 1.17),  # 0.971 and 1.153

@@ -328,7 +328,7 @@ def test_check_sees_one_of_two_losses_that_never_fits_their_scale(bad):
 
 @pytest.mark.parametrize("bad, moves", [(None, True), ("a", False), ("b", False)])
 def test_a_field_moves_if_all_groups_of_the_call_are_clean(bad, moves):
-    """A field may have the keys of the groups, or those of some."""
+    """A field may have the keys of all groups, or of some."""
     tree, tx = {"w": jnp.ones(2)}, optax.sgd(1.0)
     fields = {"own": {"a": jnp.int32(0), "b": jnp.int32(0)}, "ema": jnp.zeros(())}
     state = make("O2", {"a": tree, "b": tree}, {"a": tx, "b": tx}, **fields)

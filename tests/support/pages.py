@@ -10,7 +10,7 @@ PAGES = {
         *ROOT.glob("pallas_kernels/README.md"),  # absent in `make dist`
         ROOT / "benchmarks" / "results" / "README.md",
         ROOT / "tests" / "docs" / "deviations.md",
-        *sorted((ROOT / "docs").rglob("*.md")),
+        *sorted((ROOT / "docs").glob("*.md")),
     )
 }
 # Tests search tables on all pages.
