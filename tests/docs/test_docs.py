@@ -69,6 +69,20 @@ def test_the_reference_is_current():
         assert path.read_text() == text, "run `python docs/reference.py`"
 
 
+NAMED = re.compile(r"(test_\w+\.py)(?:::(test_\w+))?")
+
+
+def test_the_tests_that_comments_name_exist():
+    tests: dict[str, str] = {}
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        tests[path.name] = tests.get(path.name, "") + path.read_text()
+    texts = PAGES | {"SECURITY.md": (ROOT / "SECURITY.md").read_text()}
+    for page, text in texts.items():
+        for comment in re.findall(r"<!--(.*?)-->", text, re.DOTALL):
+            for file, name in NAMED.findall(comment):
+                assert f"def {name}" in tests.get(file, ""), f"{page}: {file}::{name}"
+
+
 LINK = re.compile(r"\]\((?!http)([^)#]+)")
 
 
