@@ -14,6 +14,7 @@ from tests.support.constructs import AROUND, repeat
 from tests.support.extent import slow_except
 from tests.support.near import assert_near
 from tests.support.programs import equations, evaluate
+from tests.support.states import make
 
 N = 8
 rng = np.random.default_rng(0)
@@ -22,10 +23,6 @@ W, XS, START = {"i": normal(N, N), "h": normal(N, N)}, normal(5, 2, N), jnp.ones
 HALVES = {"float16": "f16", "bfloat16": "bf16"}
 halves = pytest.mark.parametrize("half", HALVES)
 LEVELS = "O0", "O1", "O2", "O4", "O5", "O6"
-
-
-def state_of(level, params, **options):
-    return jamp.initialize(params, optax.sgd(0.1), level, verbosity=0, **options)
 
 
 def once(w, xs):
@@ -221,7 +218,7 @@ def test_a_loop_that_adds_to_its_carry_keeps_the_small_steps(name):
         return 0.0 * w.sum(), jax.lax.stop_gradient(ends)
 
     grad = jamp.scaled_value_and_grad(loss_fn, has_aux=True)
-    found = {level: grad(state_of(level, EYE), start)[0][1] for level in LEVELS}
+    found = {level: grad(make(level, EYE), start)[0][1] for level in LEVELS}
     for promote in ("widest", "narrowest"):
         cast = jamp.autocast(loss_fn, "bfloat16", promote=promote)
         found[promote] = jax.jit(cast)(EYE, start)[1]
@@ -372,7 +369,7 @@ def test_long_loops_keep_their_digits(name, level):
     """The matmul with the identity is exact in half, so float32 is the oracle."""
     eye = jnp.eye(N)
     x = jnp.round(jnp.abs(jnp.asarray(rng_of(1000, N), jnp.float32)) * 16) / 16
-    state = state_of(level, eye, loss_scale=8.0)
+    state = make(level, eye, loss_scale=8.0)
     loss_fn = LONG_LOOPS[name]
     want, exact = jax.jit(jax.value_and_grad(loss_fn))(eye, x)
     loss, grads = evaluate(jamp.scaled_value_and_grad(loss_fn), state, x)
@@ -385,51 +382,35 @@ def rng_of(*shape):
     return np.random.default_rng(1).normal(size=shape)
 
 
-def log_partition(params, x):
-    """The logarithm of a sum over all paths of a chain, as in a CRF."""
+def chain_in_numpy(combined, params, x):
     scores = x @ params["w"]
-    step = lambda a, score: (  # noqa: E731
-        jax.nn.logsumexp(a[:, None] + params["moves"], axis=0) + score,
-        None,
-    )
-    return jax.nn.logsumexp(jax.lax.scan(step, scores[0], scores[1:])[0])
-
-
-def log_partition_in_numpy(params, x):
-    scores, moves = np.float64(x) @ np.float64(params["w"]), np.float64(params["moves"])
     a = scores[0]
     for score in scores[1:]:
-        a = np.logaddexp.reduce(a[:, None] + moves, axis=0) + score
-    return np.logaddexp.reduce(a)
+        a = combined(a[:, None] + params["moves"], axis=0) + score
+    return combined(a, axis=0)
 
 
-def viterbi(params, x):
-    scores = x @ params["w"]
-    step = lambda a, score: ((a[:, None] + params["moves"]).max(0) + score, None)  # noqa: E731
-    return jax.lax.scan(step, scores[0], scores[1:])[0].max()
-
-
-def viterbi_in_numpy(params, x):
-    scores, moves = np.float64(x) @ np.float64(params["w"]), np.float64(params["moves"])
-    a = scores[0]
-    for score in scores[1:]:
-        a = (a[:, None] + moves).max(0) + score
-    return a.max()
+def chain(combined, params, x):
+    """Combines the scores of all paths of a chain, as in a CRF."""
+    scores, moves = x @ params["w"], params["moves"]
+    step = lambda a, score: (combined(a[:, None] + moves, axis=0) + score, None)  # noqa: E731
+    return combined(jax.lax.scan(step, scores[0], scores[1:])[0], axis=0)
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
-    ("fn", "in_numpy"),
-    [(log_partition, log_partition_in_numpy), (viterbi, viterbi_in_numpy)],
+    ("combined", "in_numpy"),
+    [(jax.nn.logsumexp, np.logaddexp.reduce), (jnp.max, np.max)],
+    ids=["log_partition", "viterbi"],
 )
-def test_dynamic_programs_in_log_space(fn, in_numpy, level):
+def test_dynamic_programs_in_log_space(combined, in_numpy, level):
     params = {"w": 3 * normal(16, 8), "moves": 3 * normal(8, 8)}
-    x = 3 * jnp.asarray(
-        np.random.default_rng(1).normal(size=(1024, 16)) / 3, jnp.float32
-    )
-    state = state_of(level, params, loss_scale=1.0)
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(1024, 16)), jnp.float32)
+    state = make(level, params, loss_scale=1.0)
+    fn = functools.partial(chain, combined)
     loss, grads = evaluate(jamp.scaled_value_and_grad(fn), state, x)
-    np.testing.assert_allclose(loss, in_numpy(params, x), rtol=0.002)
+    wide, x = {k: np.float64(p) for k, p in params.items()}, np.float64(x)
+    np.testing.assert_allclose(loss, chain_in_numpy(in_numpy, wide, x), rtol=0.002)
     # Each of the 1,023 moves is counted once.
     np.testing.assert_allclose(grads["moves"].sum(), 1023, rtol=0.01)
 
@@ -447,7 +428,7 @@ def test_ctc_loss(level):
         return optax.ctc_loss(logits, pads, labels, jnp.zeros((2, 16))).mean()
 
     want, exact = jax.value_and_grad(loss_fn)(params, x)  # in float32
-    state = state_of(level, params, loss_scale=1.0)
+    state = make(level, params, loss_scale=1.0)
     loss, grads = evaluate(jamp.scaled_value_and_grad(loss_fn), state, x)
     np.testing.assert_allclose(loss, want, rtol=0.001)
     error = jnp.linalg.norm(grads["w"] - exact["w"]) / jnp.linalg.norm(exact["w"])
@@ -500,7 +481,7 @@ def test_explain_warns_of_a_condition_that_depends_on_a_half_matmul(name):
     warnings = {"autocast": jamp.explain(fn)(x, x).warnings}
     loss_fn = lambda w, x: 0 * w.sum() + jax.lax.stop_gradient(fn(w, x)).sum()  # noqa: E731
     for level in LEVELS:
-        warnings[level] = jamp.explain(loss_fn)(state_of(level, x), x).warnings
+        warnings[level] = jamp.explain(loss_fn)(make(level, x), x).warnings
     for where, found in warnings.items():
         waits = [w for w in found if "while: half condition" in w]
         assert len(waits) == (depends and where != "O0"), where

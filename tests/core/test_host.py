@@ -11,6 +11,7 @@ import pytest
 import jamp
 import jamp.nnx
 from tests.support.bits import assert_same_bits
+from tests.support.states import step_on
 
 pytestmark = pytest.mark.standard_promotion  # optax and Flax promote
 
@@ -25,12 +26,7 @@ def loss_fn(params, x):
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_jitted_step_runs_under_a_transfer_guard(level):
-    @jax.jit
-    def step(state, x):
-        grads = jamp.scaled_grad(loss_fn)(state, x)
-        return state.apply_gradients(grads=grads)
-
-    state = make(level)
+    step, state = jax.jit(step_on(loss_fn)), make(level)
     with jax.transfer_guard("disallow"):
         assert_same_bits(step(state, X), step(state, X))
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
 
 import jamp
@@ -26,6 +27,7 @@ from tests.devices.eight_devices import (
     shardings,
     start,
 )
+from tests.support.by_hand import with_stats
 from tests.support.states import make
 
 pytestmark = [pytest.mark.slow, pytest.mark.standard_promotion]  # for optax.adam
@@ -278,3 +280,37 @@ def test_an_axis_must_be_bound():
         traced(of_two(), True, axis_name=("d", "nowhere"))
     with pytest.raises(ValueError, match="axis_name='d' is not bound"):
         one_step(of_two(), SIXTEENTHS, axis_name="d")
+
+
+AXIS = "batch"
+MESH = AbstractMesh((8,), (AXIS,), axis_types=(AxisType.Auto,))
+MODEL = nn.Sequential(
+    [nn.Dense(8, False), nn.BatchNorm(False, axis_name=AXIS), nn.Dense(2, False)]
+)
+
+
+def synced_step(state, x):
+    labels = jnp.zeros(len(x), int)
+    loss_fn = with_stats(state.apply_fn, state.batch_stats, x, labels)
+    grad = jamp.scaled_grad(loss_fn, has_aux=True, axis_name=AXIS)
+    grads, batch_stats = grad(state)
+    return state.apply_gradients(grads=grads, batch_stats=batch_stats)
+
+
+@pytest.mark.parametrize(
+    "level, check_vma", [("O1", True), ("O2", True), ("O2", False)]
+)
+def test_statistics_cross_devices_in_float32(level, check_vma):
+    def run(variables, x):
+        fields = {"apply_fn": MODEL.apply, "batch_stats": variables["batch_stats"]}
+        params, tx = variables["params"], optax.sgd(0.1)
+        return synced_step(jamp.initialize(params, tx, level, verbosity=0, **fields), x)
+
+    x = np.ones((32, 4), np.float32)
+    variables = MODEL.init(jax.random.key(0), x)
+    mapped = jax.shard_map(
+        run, mesh=MESH, in_specs=(P(), P(AXIS)), out_specs=P(), check_vma=check_vma
+    )
+    operands = collectives(jax.make_jaxpr(mapped)(variables, x))
+    assert (2, 8) in [x.shape for x in operands]  # means of x and of its square
+    assert {str(x.dtype) for x in operands if x.ndim} == {"float32"}

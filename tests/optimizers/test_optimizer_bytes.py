@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
+import optax.contrib
 import pytest
 
 import jamp
@@ -134,3 +136,27 @@ def test_chain_moves_no_more_than_it_must():
     program = compiled(spec, it.init, it.step)
     assert it.bytes_moved <= program.traffic <= 1.001 * it.bytes_moved
     assert all(size <= 4 for size in program.copies)  # scalars
+
+
+MUON = optax.contrib.muon(optax.cosine_decay_schedule(0.02, 300))
+IN_BFLOAT16 = optax.GradientTransformation(
+    MUON.init, jamp.autocast(MUON.update, "bfloat16")
+)
+
+
+@pytest.mark.h200
+@pytest.mark.standard_promotion
+def test_matmuls_in_bfloat16_move_fewer_bytes():
+    params = {"kernel": jax.ShapeDtypeStruct((1024, 4096), jnp.float32)}
+
+    def compiled(tx):
+        def step(params, state, grads):
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        state = jax.eval_shape(tx.init, params)
+        return h200.compile_step(step, params, state, params, donate=(0, 1))
+
+    half, wide = compiled(IN_BFLOAT16), compiled(MUON)
+    assert half.products == {("bf16", "bf16"): 15}
+    assert half.traffic < 0.78 * wide.traffic

@@ -15,7 +15,7 @@ from jamp import optimizers as jo
 from tests.oracles import rounding
 from tests.support.bits import assert_same_bits
 from tests.support.programs import FAST
-from tests.support.states import assert_skipped, dot
+from tests.support.states import assert_skipped, dot, step_on
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 BARE = {"master_weights": False, "stochastic_rounding": True, "verbosity": 0}
@@ -27,9 +27,7 @@ def weights(seed=0):
     return {k: np.float32(rng.normal(size=s)) for k, s in shapes.items()}
 
 
-@functools.partial(jax.jit, compiler_options=FAST)
-def step(state, x):
-    return state.apply_gradients(grads=jamp.scaled_grad(dot)(state, x))
+step = jax.jit(step_on(dot), compiler_options=FAST)
 
 
 def oracle(params, grads, steps, rate):

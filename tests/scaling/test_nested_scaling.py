@@ -1,8 +1,9 @@
-"""Test gradients inside a scaled loss, as in MAML, against float64."""
+"""Test gradients inside a scaled loss against float64, and gradients unscaled twice."""
 
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -73,3 +74,66 @@ def test_an_inner_overflow_skips_the_outer_step(how):
         assert state.loss_scale == before.loss_scale / (1 if state.step else 2)
     assert state.step == 1 and 2 <= state.skipped_steps < 8
     np.testing.assert_allclose(grads, exact(size), rtol=1e-2, atol=1e-2)
+
+
+LEVELS = ("O0", "O1", "O2")
+RULE = jamp.DynamicLossScale(64.0)
+
+
+def begin(level, rule=RULE):
+    return make(level, {"w": W}, optax.sgd(1.0), loss_scale=rule)
+
+
+def loss_fn(params, x=X):
+    return (wide(params["w"]) * x).sum() ** 2
+
+
+def scaled(state, params):
+    return jamp.scale_loss(loss_fn(params), state)
+
+
+grads_of = jamp.scaled_grad
+own = lambda s, f: jax.grad(f)(s.params)  # noqa: E731
+TWICE = {
+    "scaled_grad": lambda s: grads_of(loss_fn)(s),
+    "unscale": lambda s: jamp.unscale(own(s, lambda p: scaled(s, p)), s),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+@pytest.mark.parametrize("level", LEVELS)
+def test_unscale_of_unscaled_gradients_raises(level, name):
+    state, call = begin(level), lambda s: jamp.unscale(TWICE[name](s), s)
+    for run in (call, jax.jit(call)):
+        with pytest.raises(ValueError, match="Delete the call of jamp.unscale"):
+            run(state)
+
+
+def summed(grads, more):
+    return jax.tree.map(lambda a, b: (a + b) / 2, grads, more)
+
+
+def sharpness_aware(s):
+    """Scales a loss at params that unscaled gradients moved."""
+    move = lambda p, g: p + (g / 64).astype(p.dtype)  # noqa: E731
+    moved = jax.tree.map(move, s.params, grads_of(loss_fn)(s))
+    return jamp.unscale(jax.grad(lambda p: scaled(s, p))(moved), s)
+
+
+def two_steps(s):
+    after = s.apply_gradients(grads=grads_of(loss_fn)(s))
+    return jamp.unscale(own(after, lambda p: scaled(after, p)), after)
+
+
+def closed_over(s):
+    """The scale is a constant from an outer trace in a loop."""
+    body = lambda total, _: (summed(total, sharpness_aware(s)), None)  # noqa: E731
+    return jax.lax.scan(body, {"w": jnp.zeros(3)}, length=2)[0]
+
+
+@pytest.mark.parametrize("rule", [RULE, 64.0])
+@pytest.mark.parametrize("fn", [sharpness_aware, two_steps, closed_over])
+def test_unscale_takes_scaled_gradients_that_depend_on_unscaled_ones(fn, rule):
+    state = begin("O2", rule)
+    grads, again = jax.jit(fn)(state), fn(state)
+    np.testing.assert_allclose(grads["w"], again["w"], rtol=2e-2)

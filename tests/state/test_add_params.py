@@ -10,7 +10,7 @@ from flax.core import FrozenDict
 import jamp
 from jamp.optimizers import fused_adam
 from tests.support.bits import assert_same_bits, copy
-from tests.support.states import SGD, dot, make
+from tests.support.states import SGD, dot, make, step_on
 
 RULE = jamp.DynamicLossScale(2.0**8, window=3)
 
@@ -48,8 +48,7 @@ def gradients(tree, seed):
     return xs
 
 
-def step(state, xs):
-    return state.apply_gradients(grads=jamp.scaled_grad(dot)(state, xs))
+step = step_on(dot)
 
 
 def trained(state, more):

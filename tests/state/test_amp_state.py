@@ -268,6 +268,8 @@ REFUSED = [
     ({"grads": {k: GRADS[k] for k in ("w", "norm")}}, r"have no leaf at \['b'\]: pass"),
     ({"grads": GRADS | {"more": ONES}}, r"gradients have an unexp.* \['more'\]"),
     ({"grads": GRADS | {"b": ONES}}, r"\['b'\] has shape \(3,\), expected \(2,\)"),
+    ({"grads": GRADS | {"b": None}}, r"gradients have no leaf at \['b'\]"),
+    ({"grads": GRADS | {"b": jnp.arange(2)}}, r"gradients have no leaf at \['b'\]"),
     ({"grads": FrozenDict(GRADS)}, "gradients have the structure .* expected"),
     ({"batch_stats": None}, r"batch_stats have no leaf at .*'mean'.*state.replace"),
     ({"batch_stats": stats_of(1.0)}, r"\['mean'\] has shape \(\), expected \(2,\)"),
@@ -284,6 +286,35 @@ def test_other_structures_are_an_error(given, words):
     fields = {"batch_stats": OLD, "extra": jnp.int32(0), "own": {"a": jnp.bool_(True)}}
     with pytest.raises(error, match=words):
         make(**fields).apply_gradients(**{"grads": GRADS} | given)
+
+
+@pytest.mark.parametrize("grad", [None, np.zeros(3, jax.dtypes.float0), jnp.arange(3)])
+def test_the_gradient_of_an_integer_is_ignored(grad):
+    state = make(tree={"w": ONES, "n": jnp.arange(3)})
+    after = state.apply_gradients(grads={"w": ONES, "n": grad})
+    assert after.step == 1
+    assert_same_bits(after.params["n"], jnp.arange(3))
+
+
+@jax.tree_util.register_pytree_node_class
+class Unhashable:
+    """A node with static data that has no hash, which no jit takes."""
+
+    def __init__(self, w, names):
+        self.w, self.names = w, names
+
+    def tree_flatten(self):
+        return (self.w,), self.names
+
+    @classmethod
+    def tree_unflatten(cls, names, children):
+        return cls(*children, names)
+
+
+def test_params_with_unhashable_static_data_are_stepped_outside_of_jit():
+    state = make("O0", {"model": Unhashable(ONES, ["a", "list"])}, RATE_ONE)
+    grads = jamp.scaled_grad(lambda p: p["model"].w.sum())(state)
+    assert not state.apply_gradients(grads=grads).params["model"].w.any()
 
 
 def test_a_state_without_batch_stats_takes_none():

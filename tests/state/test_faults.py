@@ -11,6 +11,7 @@ import jamp
 import jamp.nnx
 from benchmarks import h200
 from tests.support.bits import assert_same_bits, copy
+from tests.support.states import step_on
 
 pytestmark = [
     pytest.mark.slow,
@@ -30,11 +31,8 @@ def make(level="O2", **options):
     return jamp.initialize(PARAMS, SGD, level, verbosity=0, **options)
 
 
-def step(state, x=X):
-    return state.apply_gradients(grads=jamp.scaled_grad(loss_fn)(state, x))
-
-
-AFTER = step(make())
+step = step_on(loss_fn)
+AFTER = step(make(), X)
 
 
 def interrupted_nnx():
@@ -57,12 +55,13 @@ def interrupted_nnx():
 
 def under(context):
     with context:
-        assert_same_bits(*(jax.tree.map(np.asarray, s) for s in (step(make()), AFTER)))
+        after = step(make(), X)
+        assert_same_bits(*(jax.tree.map(np.asarray, s) for s in (after, AFTER)))
 
 
 def debug_nans():
     with jax.debug_nans(True):
-        assert_same_bits(step(make()), AFTER)
+        assert_same_bits(step(make(), X), AFTER)
         after = jax.jit(step)(AFTER, X * np.inf)  # outputs no NaN
         assert after.last_step_skipped
         infinite = jax.tree.map(lambda p: jnp.full_like(p, np.inf), PARAMS)
@@ -95,10 +94,7 @@ def test_fault(fault):
     [(SGD, 8 + 8 + 4), (jamp.optimizers.fused_adam(1e-3), 8 + 16 + 4)],
 )
 def test_a_leaf_may_have_more_elements_than_int32_counts(tx, traffic):
-    def step(state):
-        grads = jamp.scaled_grad(lambda w: w.astype("f4").sum())(state)
-        return state.apply_gradients(grads=grads)
-
+    step = step_on(lambda w: w.astype("f4").sum())
     shape = jax.ShapeDtypeStruct((2**31 + 1,), jnp.float32)
     begin = lambda w: jamp.initialize(w, tx, "O2", verbosity=0)  # noqa: E731
     program = h200.compile_step(step, jax.eval_shape(begin, shape), donate=(0,))

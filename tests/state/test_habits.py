@@ -643,21 +643,3 @@ def test_what_warns(habit):
     call, message = WARNS[habit]
     with pytest.warns(UserWarning, match=message):
         call()
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5", "O6"])
-def test_a_nan_batch_skips_a_step_at_each_half_level(level):
-    bad = X.copy()
-    bad[1, 0] = np.nan
-    state = make(level=level, loss_scale=None)
-    after, _ = jax.jit(step)(state, bad)
-    assert (after.step, after.skipped_steps) == (0, 1)
-    np.testing.assert_array_equal(wide(after), W)
-    model = nnx.Linear(2, 1, use_bias=False, rngs=nnx.Rngs(0))
-    model.kernel.set_value(jnp.asarray(W))
-    model, optimizer = jamp.nnx.initialize(model, optax.adam(0.1), level, verbosity=0)
-    optimizer.update(model, jamp.nnx.scaled_grad(nnx_loss)(model, optimizer, bad))
-    state = optimizer.amp_state(model)
-    assert (state.step, state.skipped_steps) == (0, 1)
-    np.testing.assert_array_equal(wide(state), W)
-    assert optax.tree.get(state, "count") == 0

@@ -1,5 +1,6 @@
 """A small state to train, and checks of any state."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -59,6 +60,16 @@ def dot(p: Any, x: Any) -> Any:
     """Returns a loss whose gradient is `x`, in the dtypes of the params."""
     products = jax.tree.map(lambda p, x: (wide(p) * x).sum(), p, x)
     return sum(jax.tree.leaves(products))
+
+
+def step_on(loss_fn: Callable, **options: Any) -> Callable:
+    """Returns a training step: a function of a state and the inputs of a loss."""
+
+    def step(state, *inputs):
+        grads = jamp.scaled_grad(loss_fn, **options)(state, *inputs)
+        return state.apply_gradients(grads=grads)
+
+    return step
 
 
 def like(tree: Any, value: float) -> Any:
