@@ -29,7 +29,6 @@ from jamp._autocast.sums import LOOKUPS
 from jamp._autocast.values import Value, Values, joint_source
 from jamp._core.dtypes import FLOAT32
 
-
 _SUMS = ("add", "sub")
 
 
