@@ -29,6 +29,8 @@ from jamp._autocast.sums import LOOKUPS
 from jamp._autocast.values import Value, Values, joint_source
 from jamp._core.dtypes import FLOAT32
 
+_SUMS = ("add", "sub")
+
 
 class Case:
     """An equation to decide on, with the facts that the rows of the table read."""
@@ -44,6 +46,8 @@ class Case:
         self.values, self.eqn, self.name, self.rule = values, eqn, name, rule
         self.given, self.traits = given, traits_of(name)
         self.votes = {value.vote for value in given} - {None}
+        if values.widest and name in _SUMS and any(map(_is_mask, eqn.invars, given)):
+            self.votes.add(FLOAT32)
         # Whether a result is float32 in the user's program, unlike a comparison's.
         self.has_float32_result = any([is_float32(v) for v in eqn.outvars])
         # Whether an operand, and whether the result, may be beyond half's range.
@@ -275,3 +279,12 @@ def _is_float32_number(atom: Atom, value: Value) -> bool:
     """Returns whether a value is one float32 number, or filled with it."""
     is_number = size_of(atom) == 1 or value.origin.varies == ()
     return is_number and value.vote == FLOAT32
+
+
+def _is_mask(atom: Atom, value: Value) -> bool:
+    """Returns whether a value is an array of zeros and ones, as `jnp.eye` returns.
+
+    It is exact in half, and so is a product with it. A sum with it is not.
+    """
+    has_vote = value.vote is not None or value.changes is not None
+    return is_float32(atom) and not has_vote and size_of(atom) > 1

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
+from jax import lax
 
 import jamp
 from tests.support.extent import slow_except
@@ -151,3 +152,32 @@ def test_numbers_that_half_holds_leave_an_operation_in_half(
 ):
     found = jamp.explain(lambda w, x: function(x @ w), half, promote=promote)(EYE, X)
     assert "literal" not in {op.why for op in found.operations}
+
+
+IDS = np.arange(8) % 3
+# A sum with a mask. Half holds the mask and the other operand, and not the sum.
+MASKED = {
+    "eye": (lambda h: h + jnp.eye(8), lambda h: h + np.eye(8)),
+    "tri": (lambda h: h - jnp.tri(8), lambda h: h - np.tri(8)),
+    "one_hot": (lambda h: jax.nn.one_hot(IDS, 8) - h, lambda h: np.eye(8)[IDS] - h),
+    "moved": (lambda h: h + jnp.eye(8)[::-1].T, lambda h: h + np.eye(8)[::-1].T),
+    "comparison": (
+        lambda h: h + (h > h.mean()).astype(h.dtype),
+        lambda h: h + (h > h.mean()),
+    ),
+    "jit": (lambda h: jax.jit(lambda h: h + jnp.eye(8))(h), lambda h: h + np.eye(8)),
+    "scan": (
+        lambda h: lax.scan(lambda c, row: (c, row + jnp.eye(8)[0]), 0, h)[1],
+        lambda h: h + np.eye(8)[0],
+    ),
+}
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", MASKED)
+def test_a_sum_with_a_mask_is_float32(name, half):
+    """As by torch's rules: `logdet(a + I)` needs the digits that half would drop."""
+    function, in_numpy = MASKED[name]
+    h = 2 / jnp.finfo(half).eps + 2 * np.arange(64.0).reshape(8, 8)
+    got = jamp.autocast(lambda w, x: function(x @ w), half)(EYE, jnp.float32(h))
+    np.testing.assert_array_equal(got, in_numpy(np.float64(h)))

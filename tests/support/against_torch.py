@@ -19,7 +19,8 @@ import jamp
 from benchmarks.mechanisms import without
 from benchmarks.torch_table import sums_in_float32
 from tests.oracles.torch_autocast import by_hand, torch_autocast
-from tests.support.programs import evaluate, interpreted
+from tests.support.interpreter import interpreted
+from tests.support.programs import evaluate
 from tests.support.random_layers import ACTIVATION, MAKERS, layer_program
 from tests.support.small_programs import Program, normal
 

@@ -6,13 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 PRODUCTS = frozenset(
     "conv_general_dilated dot_general ragged_dot_general jamp_product".split()
 )
-CALLS = frozenset("jit remat2 closed_call custom_jvp_call custom_vjp_call".split())
 FAST = {"xla_backend_optimization_level": 0}
 WIDE = frozenset(("float32", "float64", "f32", "f64"))  # the last two are XLA's names
 
@@ -67,51 +65,6 @@ def results(fn: Callable, names: Sequence[str], *args: Any) -> list[str]:
 def evaluate(fn: Callable, *args: Any) -> Any:
     """Calls `fn` without compiler optimizations, which take most of a test's time."""
     return jax.jit(fn).lower(*args).compile(compiler_options=FAST)(*args)
-
-
-def interpreted(fn: Callable, *args: Any) -> list[Any]:
-    """Calls `fn` operation by operation, and returns the leaves of its result.
-
-    JAX compiles each operation once per process. `jax.disable_jit` would trace another
-    program, without calls and loops.
-    """
-    traced = jax.make_jaxpr(fn)(*args)
-    return _interpret(traced.jaxpr, traced.consts, jax.tree.leaves(args))
-
-
-def _interpret(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-    read = lambda atom: atom.val if isinstance(atom, Literal) else env[atom]  # noqa: E731
-    for eqn in jaxpr.eqns:
-        outs = _evaluate(eqn, list(map(read, eqn.invars)))
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return list(map(read, jaxpr.outvars))
-
-
-def _evaluate(eqn: JaxprEqn, ins: list[Any]) -> Sequence[Any]:
-    primitive, params = eqn.primitive, eqn.params
-    inner = params.get("jaxpr", params.get("call_jaxpr"))
-    if primitive.name == "scan":
-        return _loop(params, inner, ins)
-    if primitive.name in CALLS:
-        consts = getattr(inner, "consts", ())
-        return _interpret(getattr(inner, "jaxpr", inner), consts, ins)
-    outs = primitive.bind(*ins, **primitive.get_bind_params(params))
-    return outs if primitive.multiple_results else [outs]
-
-
-def _loop(params: dict[str, Any], body: Jaxpr, ins: list[Any]) -> list[Any]:
-    consts, carried, _ = (len(list(part)) for part in params["ft_in"].unpack())
-    fixed, xs = ins[:consts], ins[consts + carried :]
-    carry, found = ins[consts : consts + carried], []
-    trips = range(params["length"])
-    for i in reversed(trips) if params["reverse"] else trips:
-        # NumPy compiles no slice for each iteration.
-        outs = _interpret(body, (), [*fixed, *carry, *(np.asarray(x)[i] for x in xs)])
-        carry = outs[:carried]
-        found.append(outs[carried:])
-    found = found[::-1] if params["reverse"] else found
-    return [*carry, *(np.stack(ys) for ys in zip(*found, strict=True))]
 
 
 def walk(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
