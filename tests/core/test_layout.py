@@ -22,6 +22,7 @@ GIVEN = {
     "an integer gradient": ({"a": np.ones(2, np.int32), "n": None}, False),
     "an unexpected leaf": ({"a": F, "n": None, "c": F}, False),
     "a list": ([F, None], False),
+    "a tree for integers": ({"a": F, "n": {"w": F}}, False),
 }
 
 
@@ -30,11 +31,17 @@ def test_gradients_are_read_or_refused(name):
     grads, fits = GIVEN[name]
     layout, leaves = Layout.of({"a": F, "n": N})
     if fits:
-        found = layout.read_gradients(grads, leaves, "gradients", "fix it.")
-        assert found[0] is F and found[1] is None
+        (found,), overwritten = layout.read_gradients(grads, leaves, "gradients", "")
+        assert found is F and overwritten == []
         return
     with pytest.raises(ValueError, match="^gradients.*fix it"):
         layout.read_gradients(grads, leaves, "gradients", "fix it.")
+
+
+def test_gradients_of_another_structure_are_refused_even_without_floats():
+    layout, leaves = Layout.of({"n": N})
+    with pytest.raises(ValueError, match="^gradients have .* fix it"):
+        layout.read_gradients({"m": None}, leaves, "gradients", ": fix it.")
 
 
 @jax.tree_util.register_pytree_node_class
