@@ -31,6 +31,7 @@ from pallas_kernels._xla import (
     Job as Job,
     Numbers as Numbers,
     Results as Results,
+    computed_once as computed_once,
     saturate as saturate,
     widen as widen,
 )

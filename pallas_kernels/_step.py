@@ -234,7 +234,7 @@ def _columns_and_tags(
         leaf = {"grad": grad, **dict(zip(_COLUMNS[weight.kind], weight, strict=False))}
         leaf |= {name: xs[k] for name, xs in leaves.moments.items()}
         if gives != "weights":
-            leaf = {c: x for c, x in leaf.items() if not _STEP.is_copy(c, leaf)}
+            leaf = {c: x for c, x in leaf.items() if _STEP.copies.get(c) not in leaf}
         places = list(zip(leaves.moments, itertools.count()))
         if rounds and weight.kind == "own" and gives == "weights":
             places.append(("param", WEIGHT))
@@ -247,7 +247,7 @@ def _columns_and_tags(
 
 def _stepped(numbers: Numbers, tag: _Tag, blocks: Blocks) -> Blocks:
     """Steps joined weights with unscaled gradients."""
-    moments, value = dict(blocks), _value_column(tag)
+    moments, value = dict(blocks), "master" if tag.storage == "copied" else "param"
     weight, grad = moments.pop(value), moments.pop("grad")
     if tag.storage == "split":
         weight = join(weight, moments.pop("low"))
@@ -263,10 +263,6 @@ def _stepped(numbers: Numbers, tag: _Tag, blocks: Blocks) -> Blocks:
     if tag.gives == "updates":
         return {"update": delta, **moments}
     return {value: weight + delta, **moments}
-
-
-def _value_column(tag: _Tag) -> str:
-    return "master" if tag.storage == "copied" else "param"
 
 
 def _stored(tag: _Tag, results: Blocks, noise: Noise | None) -> Blocks:

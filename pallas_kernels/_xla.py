@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -81,11 +81,7 @@ class Job:
 
     def read(self, leaf: Leaf) -> Blocks:
         """Returns the columns that the formula reads, with half columns in float32."""
-        return {c: widen(x) for c, x in leaf.items() if not self.is_copy(c, leaf)}
-
-    def is_copy(self, column: str, leaf: Collection[str]) -> bool:
-        """Returns whether a column of a leaf is rounded from another one."""
-        return self.copies.get(column) in leaf
+        return {c: widen(x) for c, x in leaf.items() if self.copies.get(c) not in leaf}
 
     def copied(self, leaf: Leaf, results: Blocks) -> Blocks:
         """Returns the copies of a leaf, rounded from float32 results."""
@@ -146,16 +142,17 @@ def run_in_xla(
     of a row of `table`. `flattens` lets totals concatenate leaves. `keys` are for
     stochastic rounding. `strides` say which part of a whole array a leaf is.
     """
+    dtype = packed.dtype
     if job.totals:
         groups = kinds(members, leaves, tags)
         numbers = dict(zip(names, packed, strict=True))
         totals = [
-            _cast(reduce_group(job, tags[ks[0]], batch, numbers), packed.dtype)
+            reduce_group(job, tags[ks[0]], batch, numbers)
             for ks in groups
             for batch in _groups_to_reduce(ks, leaves, flattens)
         ]
         whole = {
-            name: functools.reduce(JOIN[how], [total[name] for total in totals])
+            name: functools.reduce(JOIN[how], [x[name].astype(dtype) for x in totals])
             for name, how in job.reductions.items()
         }
         return dict.fromkeys(members, {}), whole
@@ -166,13 +163,11 @@ def run_in_xla(
         key = None if keys is None else keys[k]
         whole = None if strides is None else strides[k]
         done[k] = run_leaf(job, leaves[k], tags[k], whole, numbers, key)
-    values = [_cast(done[k][1], packed.dtype) for k in members]
-    reduced = {r: jnp.stack([x[r] for x in values]) for r in job.reductions}
+    reduced = {
+        name: jnp.stack([done[k][1][name].astype(dtype) for k in members])
+        for name in job.reductions
+    }
     return {k: done[k][0] for k in members}, reduced
-
-
-def _cast(reduced: dict[str, Array], dtype: DTypeLike) -> dict[str, Array]:
-    return {name: x.astype(dtype) for name, x in reduced.items()}
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2, 3))

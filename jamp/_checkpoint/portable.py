@@ -13,13 +13,12 @@ from jaxtyping import PyTree
 from jamp._core import groups
 from jamp._core.devices import place_like
 from jamp._core.names import check_same, from_names, to_names
-from jamp._core.numbers import number
+from jamp._core.numbers import check_counters, check_scale_state, number
 from jamp._core.tree import copy_shared
 from jamp._policy.levels import LEVELS
-from jamp._scaling.incoming import check_counters, check_scale_state
 from jamp._scaling.rules import LossScaleRule, LossScaleState, check_single
 from jamp._state.amp_state import AmpState, extra_fields
-from jamp._state.group import Group, groups_of, master_params, pack_groups
+from jamp._state.group import groups_of, master_params, pack_groups
 from jamp._state.loading import array_fields, load_weights
 
 VERSION = 1
@@ -112,9 +111,10 @@ def from_checkpoint(state: AmpState, checkpoint: PyTree) -> AmpState:
     inner = from_names(_inner_states(state), found["opt_state"])
     read = {}
     for key, group in groups_of(state).items():
-        new = Group.of(group.tx, None, groups.get(originals, key))
-        weights = load_weights(group.weights(), new.trained)
-        read[key] = new.with_weights(weights, groups.get(inner, key))
+        leaves = jax.tree.leaves(groups.get(originals, key))
+        weights = load_weights(group.weights, group.layout.pick(leaves))
+        new = {"weights": weights, "inner_state": groups.get(inner, key)}
+        read[key] = group._replace(leaves=leaves, **new)
     others = {name: found[name] for name in (*_COUNTERS, "step")}
     others |= {name: found["fields"].get(name) for name in _extra(state)}
     restored = state.replace(

@@ -41,21 +41,17 @@ def check_transformation(name: str, tx: object) -> None:
         raise TypeError(f"{name} takes an optax transformation, got {tx!r}.")
 
 
-def group_keys(tx: Any) -> tuple[Key, ...]:
-    """Returns the keys of the groups of a state with this `tx`."""
-    if tx is None or is_transformation(tx):
-        return (SINGLE,)
-    return tuple(tx) if isinstance(tx, Mapping) else tuple(range(len(tx)))
+def split(container: Any, tx: Any) -> dict[Key, Any]:
+    """Returns the values of the groups by key, which are the keys of `tx`."""
+    if type(tx) not in CONTAINERS:  # a transformation is a namedtuple
+        return {SINGLE: container}
+    keys = tx if isinstance(tx, Mapping) else range(len(tx))
+    return {key: container[key] for key in keys}
 
 
 def get(container: Any, key: Key) -> Any:
     """Returns the value of one group."""
     return container if key is SINGLE else container[key]
-
-
-def split(container: Any, keys: tuple[Key, ...]) -> dict[Key, Any]:
-    """Returns the values of all groups by key."""
-    return {key: container if key is SINGLE else container[key] for key in keys}
 
 
 def pack(values: Mapping[Key, Any], like: Any) -> Any:

@@ -11,7 +11,8 @@ knows the containers of several groups.
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -33,7 +34,7 @@ class Layout:
     """The kind of each leaf of a params tree. It is static, and made once.
 
     Attributes:
-        structure: the structure of the params. None is a leaf.
+        structure: the structure of the params.
         kind: the kind of each leaf.
         trained: the structure of the trained params, which an optimizer gets. It has
             None for fixed leaves.
@@ -46,7 +47,7 @@ class Layout:
     @classmethod
     def of(cls, params: PyTree) -> tuple["Layout", list[Any]]:
         """Returns the layout of params, and all their leaves."""
-        leaves, structure = jax.tree.flatten(params, is_leaf=_is_none)
+        leaves, structure = jax.tree.flatten(params)
         return _layout(structure, tuple(map(is_differentiable, leaves))), leaves
 
     def pick(self, leaves: Sequence[Any], kind: Kind = "trained") -> list[Any]:
@@ -54,7 +55,7 @@ class Layout:
         return [x for x, k in zip(leaves, self.kind, strict=True) if k == kind]
 
     def fill(
-        self, leaves: Sequence[Any], new: Sequence[Any], kind: Kind = "trained"
+        self, leaves: Sequence[Any], new: Iterable[Any], kind: Kind = "trained"
     ) -> list[Any]:
         """Returns all leaves, with new ones of one kind."""
         each = iter(new)
@@ -63,37 +64,31 @@ class Layout:
 
     def without_fixed(self, leaves: Sequence[Any]) -> list[Any]:
         """Returns all leaves, with None for fixed ones, as in gradients."""
-        pairs = zip(leaves, self.kind, strict=True)
-        return [None if kind == "fixed" else x for x, kind in pairs]
-
-    def with_floats(self, leaves: Sequence[Any], floats: Sequence[Any]) -> PyTree:
-        """Returns params with the result of `without_fixed` in place of `leaves`."""
-        pairs = zip(leaves, floats, strict=True)
-        return self.structure.unflatten([x if new is None else new for x, new in pairs])
+        return self.fill(leaves, itertools.repeat(None), "fixed")
 
     def read_gradients(
         self, tree: PyTree, leaves: Sequence[Any], what: str, remedy: str
-    ) -> list[Any]:
-        """Returns the leaves of a tree of gradients, with None for fixed ones.
+    ) -> tuple[list[Any], list[Any]]:
+        """Returns the gradients of trained leaves, and new values of overwritten ones.
 
         Raises:
             ValueError: the tree differs from the params, whose `leaves` are given, in
                 structure or shape.
         """
-        given, structure = jax.tree.flatten(tree, is_leaf=_is_none)
-        if structure != self.structure or not all(
-            [
-                k == "fixed" or (is_differentiable(x) and jnp.shape(x) == jnp.shape(y))
-                for x, y, k in zip(given, leaves, self.kind, strict=True)
+        try:
+            given = self.structure.flatten_up_to(tree)
+            fits = [
+                (x is None or hasattr(x, "dtype"))
+                if kind == "fixed"
+                else (is_differentiable(x) and jnp.shape(x) == jnp.shape(y))
+                for x, y, kind in zip(given, leaves, self.kind, strict=True)
             ]
-        ):
+        except ValueError:
+            given, fits = [], [False]
+        if not all(fits):
             expected = self.structure.unflatten(self.without_fixed(leaves))
             check_like(differentiable(tree), expected, what, remedy)
-        return self.without_fixed(given)
-
-
-def _is_none(x: object) -> bool:
-    return x is None
+        return self.pick(given), self.pick(given, "overwritten")
 
 
 @functools.lru_cache(maxsize=256)

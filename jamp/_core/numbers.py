@@ -1,17 +1,19 @@
 """Checks of the numbers that callers and checkpoints give for scales and counts."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from jamp._core.tree import is_traced
+from jamp._core.tree import is_traced, path_string
 
 # In this range, a scale and its reciprocal are normal float32 numbers. A scale of 0
 # never recovers (apex issues 834 and 930), and XLA flushes subnormal numbers to zero.
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
+_COUNTS = ("unskipped", "hysteresis", "consecutive_skips")
 
 
 def number(value: Any, text: bool = False) -> float:
@@ -53,3 +55,22 @@ def numbers_in(value: Any) -> list[float]:
         return []
     is_ensemble = getattr(value, "ndim", 0)
     return [number(x) for x in (np.ravel(value) if is_ensemble else [value])]
+
+
+def check_scale_state(where: str, entry: Mapping[str, Any]) -> None:
+    """Raises if a scale is out of range, or a counter is not a count.
+
+    `where` names the entry, such as "loss_scaler0".
+    """
+    for name, value in entry.items():
+        if name in ("scale", "loss_scale"):
+            check_scale(f"{where}/{name}", value)
+        elif name in _COUNTS:
+            check_count(f"{where}/{name}", value)
+
+
+def check_counters(names: Mapping[str, Any]) -> None:
+    """Raises if `step` or `skipped_steps` in the names of a state is not a count."""
+    counters = {name: names[name] for name in ("step", "skipped_steps")}
+    for path, value in jax.tree_util.tree_leaves_with_path(counters):
+        check_count(path_string(path), value)

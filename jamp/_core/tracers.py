@@ -25,4 +25,4 @@ def depends_on(x: object, inputs: Sequence[Any]) -> bool:
     Such values belong to the same trace as the inputs.
     """
     trace = getattr(x, "_trace", None)
-    return any(getattr(y, "_trace", object) is trace for y in inputs)
+    return any([getattr(y, "_trace", object) is trace for y in inputs])

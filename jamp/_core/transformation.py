@@ -12,15 +12,14 @@ class Transformation(optax.GradientTransformationExtraArgs):
     Transformations with equal rules are equal, so that JAX does not compile again.
     """
 
+    rule: Any  # the frozen dataclass
+
     @classmethod
     def from_rule(cls, rule: Any) -> Self:
         """Returns the transformation of a rule."""
-        return cls(rule.init, rule.update)
-
-    @property
-    def rule(self) -> Any:
-        """The frozen dataclass that has these methods."""
-        return self.init.__self__  # pyright: ignore[reportAttributeAccessIssue]
+        tx = cls(rule.init, rule.update)
+        tx.rule = rule
+        return tx
 
     def all_finite(
         self, grads: PyTree, grad_scale: ArrayLike | None = None

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, PyTree
 
 from jamp._core.dtypes import is_differentiable, widen
-from pallas_kernels import found_inf
+from pallas_kernels import computed_once, found_inf
 
 type KeyPath = tuple[Any, ...]
 
@@ -45,18 +45,6 @@ def differentiable[T](tree: T) -> T:
     return structure.unflatten([x if is_differentiable(x) else None for x in leaves])
 
 
-def merge[T](tree: T, rest: T) -> T:
-    """Replaces each None in `tree` with the leaf of `rest` at the same path."""
-    if jax.tree.structure(tree) == jax.tree.structure(rest):
-        return tree
-    return jax.tree.map(
-        lambda x, other: other if x is None else x,
-        tree,
-        rest,
-        is_leaf=lambda x: x is None,
-    )
-
-
 def is_overwritten(parts: tuple[str, ...]) -> bool:
     """Returns whether a leaf is in `_overwrite_with_gradient`."""
     return OVERWRITE_WITH_GRADIENT in parts
@@ -75,9 +63,8 @@ def widen_tree(tree: PyTree) -> PyTree:
 def all_finite(tree: PyTree) -> Bool[Array, ""]:
     """Returns whether all numbers in all float leaves are finite."""
     leaves = [x for x in jax.tree.leaves(tree) if is_differentiable(x)]
-    # Without the barrier, XLA on a CPU repeats this check in the step of each leaf.
-    barrier = lax.optimization_barrier
-    return lax.platform_dependent(_all_finite(leaves), cpu=barrier, default=lambda x: x)
+    # Otherwise, XLA on a CPU repeats this check in the step of each leaf.
+    return computed_once(_all_finite(leaves))
 
 
 @functools.partial(jax.jit, inline=True)  # hides the NaN from `jax_debug_nans`

@@ -170,9 +170,7 @@ def forwards(apply_fn: Any, properties: Properties) -> Any:
     """Wraps the `apply_fn` of a state, or one per group, or returns one that raises."""
     if apply_fn is None or apply_fn is no_forward:
         return no_forward
-    if not isinstance(apply_fn, list | tuple | Mapping):
-        return cast_forward(apply_fn, properties)
-    by_key = groups.split(apply_fn, groups.group_keys(apply_fn))
+    by_key = groups.split(apply_fn, apply_fn)
     cast = {key: cast_forward(fn, properties) for key, fn in by_key.items()}
     return groups.pack_hashable(cast, apply_fn)
 

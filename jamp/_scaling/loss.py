@@ -69,7 +69,8 @@ def scale_loss(loss: Array, state: HasLossScales, loss_id: int = 0) -> Float[Arr
     >>> print(grads, jamp.unscale(grads, state))
     [4. 4.] [1. 1.]
     """
-    rule, scale_state = find_loss_scale(state, loss_id, "jamp.scale_loss(loss, state)")
+    check_state(state, "jamp.scale_loss(loss, state)")
+    rule, scale_state = find_loss_scale(state, loss_id)
     return rule.scale_loss(checked_loss(loss)[0], scale_state)
 
 
@@ -93,7 +94,8 @@ def unscale(grads: PyTree, state: HasLossScales, loss_id: int = 0) -> PyTree:
         IndexError: `loss_id` is out of range.
         ValueError: jamp has already unscaled the gradients.
     """
-    rule, scale_state = find_loss_scale(state, loss_id, "jamp.unscale(grads, state)")
+    check_state(state, "jamp.unscale(grads, state)")
+    rule, scale_state = find_loss_scale(state, loss_id)
     layout, leaves = Layout.of(grads)
     raw = layout.pick(leaves)
     if origin_of(raw) is not None:
@@ -106,10 +108,9 @@ def unscale(grads: PyTree, state: HasLossScales, loss_id: int = 0) -> PyTree:
 
 
 def find_loss_scale(
-    state: Any, loss_id: int, call: str
+    state: HasLossScales, loss_id: int
 ) -> tuple[LossScaleRule, LossScaleState]:
-    """Returns the rule and the state of a loss scale; errors begin with `call`."""
-    check_state(state, call)
+    """Returns the rule and the state of a loss scale."""
     count = len(state.loss_scale_rules)
     try:
         index = operator.index(loss_id)
@@ -173,7 +174,8 @@ def grad_of_scaled(
     layout, leaves = Layout.of(params)
 
     def run(floats):
-        return loss_fn(layout.with_floats(leaves, floats), *args, **kwargs)
+        every = layout.fill(floats, layout.pick(leaves, "fixed"), "fixed")
+        return loss_fn(layout.structure.unflatten(every), *args, **kwargs)
 
     floats = layout.without_fixed(leaves)
     value, grads = grad_of_product(run, floats, scale, has_aux)

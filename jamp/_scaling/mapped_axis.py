@@ -1,4 +1,4 @@
-"""Averages of gradients over the devices of a mapped axis, in float32.
+"""Gradients on the devices of a mapped axis.
 
 Based on apex/parallel/distributed.py with its option `allreduce_always_fp32`.
 """
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, PyTree
 
 from jamp._core.dtypes import is_half
-from jamp._core.tree import path_string, widen_tree
+from jamp._core.tree import path_string
 from jamp._core.warnings import PrecisionWarning, warn
 from pallas_kernels._compat import varying_axes
 
@@ -60,17 +60,12 @@ def warn_of_half_sums(params: PyTree) -> None:
             return
 
 
-def averaged(tree: PyTree, axis_name: Hashable) -> PyTree:
-    """Averages a tree of gradients and losses over an axis in float32."""
-    return jax.lax.pmean(widen_tree(tree), axis_name)
-
-
 def agreed(
     finite: Bool[Array, ""], scale: Array, axis_name: Hashable
 ) -> Bool[Array, ""]:
     """Returns whether gradients are finite on all devices that share a scale.
 
-    Along `axis_name`, the flags are already equal. Along the other axes of a
+    Along `axis_name`, `finite` is already equal. Along the other axes of a
     `shard_map`, devices may hold parts of the params. An overflow on one device makes
     all devices skip.
     """
@@ -82,14 +77,14 @@ def agreed(
     return jax.lax.pmin(finite.astype(jnp.int32), tuple(rest)) > 0
 
 
-def alike(flag: Bool[Array, ""], x: Array) -> Bool[Array, ""]:
-    """Combines the flags of the losses on all devices where `x` is replicated.
+def alike(finite: Bool[Array, ""], x: Array) -> Bool[Array, ""]:
+    """Returns whether the losses are finite on all devices where `x` is replicated.
 
     In a `shard_map` each device has its own loss, and JAX sums the gradients of
     replicated params over the devices.
     """
-    axes = tuple(varying_axes(flag) - varying_axes(x))
-    return jax.lax.pmin(flag.astype(jnp.int32), axes) > 0 if axes else flag
+    axes = tuple(varying_axes(finite) - varying_axes(x))
+    return jax.lax.pmin(finite.astype(jnp.int32), axes) > 0 if axes else finite
 
 
 def _checks_vma() -> bool:

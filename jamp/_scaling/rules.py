@@ -151,27 +151,23 @@ class DynamicLossScale(_Rule):
         for name in ("window", "hysteresis"):
             check_count(name, getattr(self, name), least=1)
             object.__setattr__(self, name, int(getattr(self, name)))
-        lowest, highest = self._limits
-        if lowest > min(highest, self.init_scale):
+        if lowest_scale(self) > min(self.max_scale or LARGEST_SCALE, self.init_scale):
             raise ValueError(
                 "`min_scale` must not exceed `init_scale` or `max_scale`, got "
                 f"{self.min_scale}, {self.init_scale} and {self.max_scale}."
             )
 
-    @property
-    def _limits(self) -> tuple[float, float]:
-        """The lowest and the highest scale."""
-        return self.min_scale or SMALLEST_SCALE, self.max_scale or LARGEST_SCALE
-
     def init(self) -> LossScaleState:
         """Returns the state before the first step."""
-        return _state(min(self.init_scale, self._limits[1]), self.hysteresis)
+        first = min(self.init_scale, self.max_scale or LARGEST_SCALE)
+        return _state(first, self.hysteresis)
 
     def update(self, state: LossScaleState, finite: Bool[Array, ""]) -> LossScaleState:
         """Returns the state after a step with gradients that are all finite, or not."""
         # Functions of `jnp` are jitted and would be traced; functions of `lax` are not.
         finite, scale = jnp.asarray(finite), jnp.asarray(state.scale, FLOAT32)
-        lowest, highest = map(np.float32, self._limits)
+        lowest = np.float32(self.min_scale or SMALLEST_SCALE)
+        highest = np.float32(self.max_scale or LARGEST_SCALE)
         # Counted from the skips, because another rule may have set `state.hysteresis`.
         skips = count_skips(state, finite)
         left = lax.max(lax.sub(np.int32(self.hysteresis), skips), _ZERO)
@@ -243,7 +239,9 @@ def current_scale(rule: Any, state: LossScaleState) -> Float[Array, ""]:
 
 def lowest_scale(rule: LossScaleRule) -> float:
     """Returns the floor of the scale."""
-    return rule.scale if isinstance(rule, StaticLossScale) else rule._limits[0]
+    if isinstance(rule, StaticLossScale):
+        return rule.scale
+    return rule.min_scale or SMALLEST_SCALE
 
 
 def scales_in_use(

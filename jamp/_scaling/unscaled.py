@@ -5,7 +5,7 @@
 Sums, means, norms, clips, `sign` and optax chains keep the NaN, so `apply_gradients`
 finds an overflow in gradients that the user has changed.
 
-For each call, the table holds the flag, so that `apply_gradients` does not check again,
+For each call, the table holds `finite`, so that `apply_gradients` does not check again,
 and the half gradients, which a fused optimizer unscales in its own pass. If a leaf has
 changed, `apply_gradients` checks all of them. The table changes only memory traffic,
 and keeps no array alive.
@@ -13,6 +13,7 @@ and keeps no array alive.
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,10 +47,11 @@ class _Call(NamedTuple):
     loss_id: int
     leaves: list[Callable[[], Any]]
     scaled: list[Callable[[], Any]]
-    flags: list[Callable[[], Any]]
+    scale: Callable[[], Any]
+    finite: Callable[[], Any]
 
 
-# By the id of the first leaf of a call.
+# By the id of a leaf. All leaves of a call have one entry, until they are deleted.
 _table: dict[int, _Call] = {}
 
 
@@ -69,29 +71,29 @@ def nan_unless(
         factor = lax.select(finite, np.float32(1), np.float32(np.nan))
         leaves = [lax.mul(x, lax.convert_element_type(factor, x.dtype)) for x in leaves]
     if leaves:
-        flags = [
+        rest = [
             weakref.ref(x) if is_traced(x) else lambda x=x: x for x in (scale, finite)
         ]
-        key = id(leaves[0])
-        first = weakref.ref(leaves[0], lambda _: _table.pop(key, None))
-        own = [first, *map(weakref.ref, leaves[1:])]
-        _table[key] = _Call(loss_id, own, list(map(weakref.ref, grads)), flags)
+        # A reference to a deleted leaf calls `_table.pop(key, reference)`.
+        own = [weakref.ref(x, partial(_table.pop, id(x))) for x in leaves]
+        call = _Call(loss_id, own, list(map(weakref.ref, grads)), *rest)
+        _table.update(dict.fromkeys(map(id, leaves), call))
     return leaves
 
 
 def origin_of(leaves: Sequence[Any]) -> Origin | None:
-    """Returns the origin of gradients that begin like those of `nan_unless`, or None.
+    """Returns the origin of the first gradient of `nan_unless`, or None.
 
-    The other parts are None unless all gradients are the same.
+    The other parts are None unless these are all gradients of the call, in its order.
     """
-    call = _table.get(id(leaves[0])) if leaves else None
-    if call is None or call.leaves[0]() is not leaves[0]:
+    known = filter(None, map(_table.get, map(id, leaves)))
+    if (call := next(known, None)) is None:
         return None
     if len(leaves) != len(call.leaves) or any(
         [ref() is not x for ref, x in zip(call.leaves, leaves, strict=True)]
     ):
         return Origin(call.loss_id)
-    scale, finite = [part() for part in call.flags]
+    scale, finite = call.scale(), call.finite()
     scaled = {id(x): ref() for x, ref in zip(leaves, call.scaled, strict=True)}
     if scale is None or any([x is None for x in scaled.values()]):
         return Origin(call.loss_id, finite)

@@ -7,7 +7,6 @@ overflow.
 import dataclasses
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, Hashable
 from typing import Any, Concatenate, Literal, TypedDict, Unpack, overload
 
@@ -21,11 +20,11 @@ from jamp._core.groups import Key, Wrt
 from jamp._core.layout import Layout
 from jamp._core.show import format_shapes
 from jamp._core.transformation import Transformation
-from jamp._core.tree import all_finite
+from jamp._core.tree import all_finite, widen_tree
 from jamp._policy.forward import under_policy
 from jamp._scaling import mapped_axis
 from jamp._scaling.loss import find_loss_scale, grad_of_product
-from jamp._scaling.rules import HasLossScales, current_scale, unscale_tree
+from jamp._scaling.rules import HasLossScales, check_state, current_scale, unscale_tree
 from jamp._scaling.unscaled import nan_unless
 
 _CALL = "jamp.scaled_value_and_grad(loss_fn)(state, ...)"
@@ -165,34 +164,35 @@ class ScaledGrad:
             mapped_axis.check_bound(self.axis_name)
         (loss, aux), grads, layouts = self.raw(state, *args, **kwargs)
         if self.axis_name is not None:
-            both = mapped_axis.averaged((list(grads.values()), loss), self.axis_name)
-            grads, loss = dict(zip(grads, both[0], strict=True)), both[1]
+            wide = widen_tree((list(grads.values()), loss))
+            averaged, loss = lax.pmean(wide, self.axis_name)
+            grads = dict(zip(grads, averaged, strict=True))
         rule = state.loss_scale_rules[self.loss_id]
         scale = current_scale(rule, state.loss_scales[self.loss_id])
-        raw = {key: layouts[key].pick(leaves) for key, leaves in grads.items()}
-        divided = {key: unscale_tree(grads, scale) for key, grads in raw.items()}
+        own = {key: layouts[key].pick(leaves) for key, leaves in grads.items()}
+        divided = {key: unscale_tree(leaves, scale) for key, leaves in own.items()}
         finite = None
         if rule.check:
             # The gradients of a NaN loss can be finite, because `abs`, `max`, `where`
             # and `clip` select in the backward pass.
-            flags = []
-            for key, tx in groups.split(state.tx, tuple(raw)).items():
+            each = []
+            txs = groups.split(state.tx, state.tx)
+            for key, leaves in own.items():
                 # A fused optimizer checks many small leaves in one kernel.
+                tx = txs[key]
                 is_ours = isinstance(tx, Transformation)
-                flag = tx.all_finite(raw[key], scale) if is_ours else None
-                flags.append(all_finite(divided[key]) if flag is None else flag)
-            finite = functools.reduce(jnp.logical_and, flags)
+                finite = tx.all_finite(leaves, scale) if is_ours else None
+                each.append(all_finite(divided[key]) if finite is None else finite)
+            finite = functools.reduce(jnp.logical_and, each)
             finite &= mapped_axis.alike(lax.is_finite(loss), finite)
             if self.axis_name is not None:
                 finite = mapped_axis.agreed(finite, scale, self.axis_name)
-        every, own = (
-            [x for xs in part.values() for x in xs] for part in (divided, raw)
-        )
-        unscaled = iter(nan_unless(finite, every, own, scale, self.loss_id))
-        trees = {}
-        for key, layout in layouts.items():
-            new = list(itertools.islice(unscaled, len(raw[key])))
-            trees[key] = layout.structure.unflatten(layout.fill(grads[key], new))
+        every, raw = [[x for xs in y.values() for x in xs] for y in (divided, own)]
+        unscaled = iter(nan_unless(finite, every, raw, scale, self.loss_id))
+        trees = {
+            key: layout.structure.unflatten(layout.fill(grads[key], unscaled))
+            for key, layout in layouts.items()
+        }
         return (loss, aux), groups.pack_wrt(trees, self.wrt, state.params), finite
 
     def raw(
@@ -203,8 +203,9 @@ class ScaledGrad:
         The gradients are all leaves of a group, with None for fixed ones. They have the
         dtypes of the params, or `reduce_dtype`, and are not averaged over `axis_name`.
         """
-        rule, scale_state = find_loss_scale(state, self.loss_id, _CALL)
-        whole = groups.split(state.params, groups.group_keys(state.tx))
+        check_state(state, _CALL)
+        rule, scale_state = find_loss_scale(state, self.loss_id)
+        whole = groups.split(state.params, state.tx)
         named = groups.resolve_wrt(self.wrt, tuple(whole))
         found = {key: Layout.of(whole[key]) for key in whole if key in named}
         layouts = {key: layout for key, (layout, _) in found.items()}
@@ -217,9 +218,12 @@ class ScaledGrad:
         policy = under_policy(self.loss_fn, state.properties, state.params)
 
         def run(floats):
-            each = zip(found.items(), floats, strict=True)
-            new = {k: layout.with_floats(old, x) for (k, (layout, old)), x in each}
-            params = groups.pack(whole | new, state.params)
+            new = dict(whole)
+            for (key, (layout, old)), leaves in zip(found.items(), floats, strict=True):
+                fixed = layout.pick(old, "fixed")
+                every = layout.fill(leaves, fixed, "fixed")
+                new[key] = layout.structure.unflatten(every)
+            params = groups.pack(new, state.params)
             try:
                 return written(params, *args, **kwargs)
             except jax.errors.ConcretizationTypeError as error:
@@ -282,8 +286,7 @@ def scaled_grad(
 
     @functools.wraps(loss_fn)
     def grad(state, /, *args, **kwargs):
-        loss_id = options.get("loss_id", 0)
-        find_loss_scale(state, loss_id, "jamp.scaled_grad(loss_fn)(state, ...)")
+        check_state(state, "jamp.scaled_grad(loss_fn)(state, ...)")
         value, grads = both(state, *args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 

@@ -18,7 +18,6 @@ from jamp._policy.casting import cast_to_level
 from jamp._state.group import groups_of, master_params
 from jamp._state.incoming import check_containers, check_float32, kind_of
 from jamp._state.new_state import new_state
-from jamp.optimizers._masters import bare
 
 _COLLECTIONS = ("params", OVERWRITE_WITH_GRADIENT)
 
@@ -34,7 +33,7 @@ def with_more_params[S](
     """Returns a state with all params. `fields` extends the state's `extra` fields."""
     old: Any = state
     by_key = groups_of(old)
-    keys, is_single = tuple(by_key), SINGLE in by_key
+    is_single = SINGLE in by_key
     if old.tx is None or is_single != (tx is None):
         raise TypeError(
             f"add_params got tx={tx!r} for params stepped by {old.tx!r}. New params of "
@@ -51,8 +50,8 @@ def with_more_params[S](
     params = jax.tree.map(strong_array, params)
     if not allow_not_fp32:
         check_float32(params)
-    wrapped = [group.tx for group in by_key.values()]
-    txs = groups.pack(dict(zip(keys, map(bare, wrapped), strict=True)), old.params)
+    wrapped = groups.split(old.tx, old.tx).values()
+    txs = groups.pack({key: group.tx for key, group in by_key.items()}, old.params)
     values = {}
     for name in extra:
         now, more = getattr(old, name), fields.get(name)

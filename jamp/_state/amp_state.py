@@ -21,8 +21,8 @@ from jamp._policy.forward import forwards
 from jamp._policy.levels import Properties
 from jamp._scaling.rules import LossScaleRule, LossScaleState, scales_in_use
 from jamp._state.add_params import with_more_params
-from jamp._state.grads import by_group, by_loss
-from jamp._state.group import groups_of, pack_groups
+from jamp._state.grads import read_gradients
+from jamp._state.group import check_masters, groups_of, pack_groups
 from jamp._state.loading import (
     array_fields,
     from_state_dict,
@@ -31,7 +31,7 @@ from jamp._state.loading import (
     to_state_dict,
 )
 from jamp._state.new_state import wrap_like
-from jamp._state.skip import Flag, every, keep_on_skip, next_counters, next_scales
+from jamp._state.skip import Finite, every, keep_on_skip, next_counters
 from jamp._state.step import step
 
 _FIELD_REMEDY = (
@@ -161,8 +161,7 @@ class AmpState(TrainState, kw_only=True):
                 "The state has no optimizer: pass one to jamp.initialize(params, tx)."
             )
         stepped = groups_of(self)
-        losses = by_loss(grads, loss_id, self, stepped)
-        given = by_group(losses)
+        losses, given = read_gradients(grads, loss_id, self, stepped)
         finite = {key: grads.finite for key, grads in given.items()}
         for key, grads in given.items():
             stepped[key] = step(
@@ -174,8 +173,7 @@ class AmpState(TrainState, kw_only=True):
             )
         return dataclasses.replace(
             self,
-            loss_scales=next_scales(self, [(x.loss_id, x.finite) for x in losses]),
-            **next_counters(self, finite),
+            **next_counters(self, [(x.loss_id, x.finite) for x in losses], finite),
             **pack_groups(stepped, self.params),
             **{name: _next_field(self, name, x, finite) for name, x in fields.items()},
         )
@@ -286,8 +284,7 @@ def _replace(self: AmpState, **changes: Any) -> Any:
     is_array = lambda x: isinstance(x, jax.Array | np.ndarray)  # noqa: E731
     opt_state = changes.get("opt_state")
     if opt_state is not None and all(map(is_array, jax.tree.leaves(opt_state))):
-        for group in groups_of(new).values():
-            group.check_masters()
+        check_masters(new)
     return new
 
 
@@ -303,7 +300,7 @@ _set_up(AmpState)
 
 
 def _next_field(
-    state: AmpState, name: str, new: PyTree, finite: Mapping[Key, Flag]
+    state: AmpState, name: str, new: PyTree, finite: Mapping[Key, Finite]
 ) -> Any:
     """Returns the new value of an extra field if all groups of the call step."""
     extra = extra_fields(state)

@@ -75,9 +75,8 @@ def incremental_update[T](
 
     moved = jax.tree.map(leaf, towards, start)
     if isinstance(new, AmpState):
-        keys = groups.group_keys(new.tx)
-        parts = (groups.split(x, keys) for x in (new.last_step_skipped, moved, start))
-        skipped, moves, stays = parts
-        chosen = {k: select(~skipped[k], moves[k], stays[k]) for k in keys}
+        trees = new.last_step_skipped, moved, start
+        skipped, moves, stays = (groups.split(x, new.tx) for x in trees)
+        chosen = {k: select(~skipped[k], moves[k], stays[k]) for k in skipped}
         moved = groups.pack(chosen, start)
     return old.replace(params=moved) if isinstance(old, AmpState) else moved  # pyright: ignore[reportReturnType]

@@ -6,8 +6,8 @@ from numbers import Integral
 import jax
 import numpy as np
 
+from jamp._core.numbers import check_scale_state
 from jamp._core.tree import is_traced
-from jamp._scaling.incoming import check_scale_state
 from jamp._scaling.rules import check_state, lowest_scale
 from jamp._state.amp_state import AmpState
 

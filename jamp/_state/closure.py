@@ -12,7 +12,7 @@ from jamp._core import groups
 from jamp._core.dtypes import cast, is_differentiable, is_half
 from jamp._core.groups import Wrt
 from jamp._core.layout import Layout
-from jamp._scaling.loss import find_loss_scale
+from jamp._scaling.rules import check_state
 from jamp._scaling.value_and_grad import scaled_value_and_grad
 
 
@@ -57,8 +57,9 @@ def closure(
     both = scaled_value_and_grad(loss_fn, has_aux=has_aux, loss_id=loss_id, wrt=wrt)
 
     def bind(state, /, *args, **kwargs):
-        find_loss_scale(state, loss_id, "jamp.closure(loss_fn)(state, ...)")
-        keys = groups.group_keys(state.tx)
+        check_state(state, "jamp.closure(loss_fn)(state, ...)")
+        entries = groups.split(state.params, state.tx)
+        keys = tuple(entries)
         if isinstance(wrt, list | tuple) or (wrt is None and keys != (groups.SINGLE,)):
             raise ValueError(
                 f"A closure is for the optimizer of one group: pass wrt=key, one of "
@@ -67,9 +68,8 @@ def closure(
         (key,) = groups.resolve_wrt(wrt, keys)
 
         def value_and_grad(params):
-            entries = groups.split(state.params, keys)
-            entries[key] = rounded(params, entries[key])
-            packed = groups.pack(entries, state.params)
+            new = entries | {key: rounded(params, entries[key])}
+            packed = groups.pack(new, state.params)
             at: Any = dataclasses.replace(state, params=packed)
             value, grads = both(at, *args, **kwargs)
             loss: Any = value[0] if has_aux else value

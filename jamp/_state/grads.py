@@ -18,7 +18,7 @@ from jamp._scaling.rules import HasLossScales
 from jamp._scaling.unscaled import Origin, origin_of
 from jamp._state.group import Group
 from jamp._state.incoming import kind_of
-from jamp._state.skip import Flag, every
+from jamp._state.skip import Finite, every
 
 _REMEDY = (
     "pass the `grads` of `loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, "
@@ -45,7 +45,7 @@ class Gradients(NamedTuple):
 
     grads: list[Array]
     overwritten: list[Any]
-    finite: Flag
+    finite: Finite
     scaled: tuple[list[Array], Any] | None = None
 
 
@@ -59,16 +59,23 @@ class LossGrads(NamedTuple):
     """
 
     loss_id: int
-    finite: Flag
+    finite: Finite
     groups: dict[Key, Gradients]
 
 
-def by_loss(
+def read_gradients(
     grads: PyTree, loss_id: Any, state: HasLossScales, by_key: Mapping[Key, Group]
-) -> list[LossGrads]:
-    """Checks the gradients, and groups them by loss."""
+) -> tuple[list[LossGrads], dict[Key, Gradients]]:
+    """Checks the gradients, and returns those of each loss and of each group.
+
+    A group's gradients are float32 sums over the losses, and finite if all losses are.
+
+    Raises:
+        ValueError: two losses have values of `_overwrite_with_gradient` for one group.
+    """
     if not isinstance(loss_id, Sequence):
-        return [_loss_grads(grads, loss_id, state, by_key)]
+        loss = _read_loss(grads, loss_id, state, by_key)
+        return [loss], loss.groups
     if not isinstance(grads, Sequence):
         raise TypeError(
             f"loss_id={loss_id!r} is for a sequence of gradients, one tree per loss; "
@@ -81,17 +88,7 @@ def by_loss(
             "`apply_gradients(grads=(g0, g1), loss_id=(0, 1))`."
         )
     pairs = zip(grads, loss_id, strict=True)
-    return [_loss_grads(*pair, state, by_key) for pair in pairs]
-
-
-def by_group(losses: list[LossGrads]) -> dict[Key, Gradients]:
-    """Returns the gradients of each group that has some.
-
-    They are float32 sums over the losses, and finite if all losses are.
-
-    Raises:
-        ValueError: two losses have values of `_overwrite_with_gradient` for one group.
-    """
+    losses = [_read_loss(*pair, state, by_key) for pair in pairs]
     total: dict[Key, Gradients] = {}
     writers: dict[Key, int] = {}
     for loss in losses:
@@ -109,13 +106,13 @@ def by_group(losses: list[LossGrads]) -> dict[Key, Gradients]:
                     every([old.finite, new.finite]),
                 )
             total[key] = new
-    return total
+    return losses, total
 
 
-def _loss_grads(
+def _read_loss(
     grads: PyTree, loss_id: int, state: HasLossScales, by_key: Mapping[Key, Group]
 ) -> LossGrads:
-    rule, _ = find_loss_scale(state, loss_id, "apply_gradients")
+    rule, _ = find_loss_scale(state, loss_id)
     loss_id = operator.index(loss_id)  # an array cannot be the key of a dict
     is_single = groups.SINGLE in by_key
     entries = {groups.SINGLE: grads}
@@ -123,30 +120,30 @@ def _loss_grads(
         entries = _entries_of(grads, tuple(by_key), state)
     read = {}
     for key, entry in entries.items():
-        layout, leaves = by_key[key].layout, by_key[key].leaves
         what = "gradients" if is_single else f"gradients of group {key!r}"
-        read[key] = layout.read_gradients(entry, leaves, what, _REMEDY)
-        if any(map(is_half, read[key])):
+        layout, leaves = by_key[key].layout, by_key[key].leaves
+        trained, overwritten = layout.read_gradients(entry, leaves, what, _REMEDY)
+        wide = list(map(widen, trained))
+        if any(map(operator.is_not, wide, trained)):
             _warn_half(entry, what, state)
-    trained = {key: by_key[key].layout.pick(leaves) for key, leaves in read.items()}
-    flat = [x for leaves in trained.values() for x in leaves]
+        read[key] = trained, wide, overwritten
+    flat = [x for trained, *_ in read.values() for x in trained]
     origin = origin_of(flat) or Origin(loss_id)
     if origin.loss_id != loss_id and rule.check:
         raise ValueError(
             f"apply_gradients got loss_id={loss_id}, and gradients of "
             f"loss_id={origin.loss_id}: pass `loss_id={origin.loss_id}`."
         )
-    finite: Flag = True
+    finite: Finite = True
     if rule.check:
         finite = all_finite(flat) if origin.finite is None else origin.finite
     # After an overflow, some scaled gradients are finite, so the step needs its skip.
     scaled = origin.scaled if rule.check or origin.finite is None else None
     found = {}
-    for key, leaves in trained.items():
-        overwritten = by_key[key].layout.pick(read[key], "overwritten")
-        wide, own = list(map(widen, leaves)), None
+    for key, (trained, wide, overwritten) in read.items():
+        own = None
         if scaled:
-            own = [scaled[id(x)] for x in leaves], origin.scale
+            own = [scaled[id(x)] for x in trained], origin.scale
         found[key] = Gradients(wide, overwritten, finite, own)
     return LossGrads(loss_id, finite, found)
 

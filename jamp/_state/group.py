@@ -1,9 +1,8 @@
 """A group of a state as lists: its params, its optimizer and their masters."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
-import optax
 from flax.training.train_state import TrainState
 from jaxtyping import PyTree
 
@@ -24,83 +23,72 @@ _NO_MASTERS = (
 
 
 class Group(NamedTuple):
-    """Params with their own optimizer.
+    """Params with their own optimizer, as lists.
 
     Attributes:
-        tx: a transformation, with or without `master_weights`; None for inference.
-        opt_state: the state of `tx`.
+        tx: the transformation without `master_weights`; None for inference.
+        has_masters: whether the state's `tx` is `master_weights(tx)`.
         layout: the layout of the params.
-        leaves: all leaves of the params.
+        leaves: all leaves of the params. Of these, `weights` replace the trained ones.
+        weights: the trained params with their masters.
+        inner_state: the state of `tx`. It has the same form at all levels.
     """
 
-    tx: optax.GradientTransformation | None
-    opt_state: Any
+    tx: Any
+    has_masters: bool
     layout: Layout
     leaves: list[Any]
+    weights: list[Weight]
+    inner_state: Any
 
     @classmethod
     def of(cls, tx: Any, opt_state: Any, params: PyTree) -> Self:
-        """Returns the group of params."""
-        return cls(tx, opt_state, *Layout.of(params))
-
-    @property
-    def params(self) -> PyTree:
-        """All params."""
-        return self.layout.structure.unflatten(self.leaves)
-
-    @property
-    def trained(self) -> list[Any]:
-        """The trained params."""
-        return self.layout.pick(self.leaves)
-
-    @property
-    def inner_state(self) -> Any:
-        """The optimizer's state without masters. It has the same form at all levels."""
-        kept = self.opt_state
-        return (
-            kept.inner_state if isinstance(kept, masters.MasterWeightsState) else kept
-        )
-
-    def weights(self) -> list[Weight]:
-        """Returns the trained params with their masters."""
-        if isinstance(self.tx, masters.MasterWeights):
-            kept, structure = self.opt_state.masters, self.layout.trained
-            return masters.join_masters(structure, self.trained, kept)
-        return list(map(Weight, self.trained))
-
-    def check_masters(self) -> None:
-        """Raises if the optimizer keeps masters, but its state has none."""
-        kept = isinstance(self.opt_state, masters.MasterWeightsState)
-        if isinstance(self.tx, masters.MasterWeights) and not kept:
-            raise TypeError(_NO_MASTERS.format(kind(self.opt_state)))
-
-    def with_weights(self, weights: Sequence[Weight], inner_state: PyTree) -> Self:
-        """Returns the group with other weights and another optimizer state."""
-        if isinstance(self.tx, masters.MasterWeights):
-            kept = masters.masters_of(self.layout.trained, weights)
-            inner_state = masters.MasterWeightsState(kept, inner_state)
-        leaves = self.layout.fill(self.leaves, [w.param for w in weights])
-        return self._replace(opt_state=inner_state, leaves=leaves)
+        """Returns the group of params. `tx` may be wrapped in `master_weights`."""
+        has_masters = isinstance(tx, masters.MasterWeights)
+        tx = tx.rule.tx if has_masters else tx
+        layout, leaves = Layout.of(params)
+        trained = layout.pick(leaves)
+        if isinstance(opt_state, masters.MasterWeightsState):
+            kept, opt_state = opt_state
+            weights = masters.join_masters(layout.trained, trained, kept)
+        else:
+            weights = list(map(Weight, trained))
+        return cls(tx, has_masters, layout, leaves, weights, opt_state)
 
     def wide(self) -> PyTree:
         """Returns the params in float32."""
-        leaves = self.layout.fill(self.leaves, [w.value for w in self.weights()])
-        return self.layout.structure.unflatten(leaves)
+        every = self.layout.fill(self.leaves, [w.value for w in self.weights])
+        return self.layout.structure.unflatten(every)
 
 
 def groups_of(state: HasGroups) -> dict[Key, Group]:
     """Returns the groups of a state by key."""
-    keys = groups.group_keys(state.tx)
-    parts = [groups.split(x, keys) for x in (state.tx, state.opt_state, state.params)]
-    return {key: Group.of(*[part[key] for part in parts]) for key in keys}
+    trees = state.tx, state.opt_state, state.params
+    txs, opt_states, params = [groups.split(tree, state.tx) for tree in trees]
+    return {key: Group.of(tx, opt_states[key], params[key]) for key, tx in txs.items()}
 
 
-def pack_groups(by_key: Mapping[Key, Group], like: PyTree) -> dict[str, Any]:
+def pack_groups(by_key: Mapping[Key, Group], like: PyTree = None) -> dict[str, Any]:
     """Returns the params and optimizer states of groups as fields of a state."""
-    return {
-        name: groups.pack({k: getattr(x, name) for k, x in by_key.items()}, like)
-        for name in ("params", "opt_state")
-    }
+    params, opt_states = {}, {}
+    for key, group in by_key.items():
+        layout, opt_states[key] = group.layout, group.inner_state
+        every = layout.fill(group.leaves, [w.param for w in group.weights])
+        params[key] = layout.structure.unflatten(every)
+        if group.has_masters:
+            kept = masters.masters_of(layout.trained, group.weights)
+            opt_states[key] = masters.MasterWeightsState(kept, group.inner_state)
+    packed = [groups.pack(values, like) for values in (params, opt_states)]
+    return dict(zip(("params", "opt_state"), packed, strict=True))
+
+
+def check_masters(state: HasGroups) -> None:
+    """Raises if an optimizer keeps masters, but its state has none."""
+    for key, tx in groups.split(state.tx, state.tx).items():
+        kept = groups.get(state.opt_state, key)
+        has_masters = isinstance(kept, masters.MasterWeightsState)
+        if isinstance(tx, masters.MasterWeights) and not has_masters:
+            raise TypeError(_NO_MASTERS.format(kind(kept)))
 
 
 def master_params(state: TrainState) -> PyTree:

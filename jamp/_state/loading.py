@@ -15,17 +15,20 @@ from jamp._core import groups
 from jamp._core.devices import place_like
 from jamp._core.dtypes import FLOAT32, cast, is_float, widen
 from jamp._core.names import check_same, from_names, to_names
+from jamp._core.numbers import check_counters, check_scale_state
 from jamp._core.tree import (
     check_like,
     copy_shared,
     strong_array,
 )
-from jamp._scaling.incoming import check_counters, check_scale_state
 from jamp._scaling.rules import check_single
-from jamp._state.group import Group, groups_of, pack_groups
+from jamp._state.group import groups_of, pack_groups
 from jamp._state.incoming import ARRAY_LIKE
-from jamp._state.new_state import first_weights, init_optimizer, replicate_uncommitted
-from jamp.optimizers._masters import MasterWeightsState
+from jamp._state.new_state import (
+    init_optimizer,
+    replicate_uncommitted,
+    with_first_masters,
+)
 from pallas_kernels import Weight, split_float32
 
 _REMEDY = (
@@ -43,11 +46,17 @@ def load(state: TrainState, params: PyTree, reset_optimizer: bool) -> dict[str, 
     check_like(to_names(given), to_names(state.params), "params", _REMEDY)
     params = from_names(state.params, to_names(given))
     _check_dtypes(params, state.params)
-    params = jax.tree.map(place_like, params, state.params)
-    loaded = {
-        key: _load_group(group, groups.get(params, key), reset_optimizer)
-        for key, group in groups_of(state).items()
-    }
+    loaded = {}
+    for key, group in groups_of(state).items():
+        if reset_optimizer and all([w.master is None for w in group.weights]):
+            # After `replace(tx=)`, a state may have no masters yet.
+            wide = list(map(widen, group.leaves))
+            group = with_first_masters(group, wide, groups.get(state.tx, key))
+        leaves = jax.tree.leaves(groups.get(params, key))
+        weights = load_weights(group.weights, group.layout.pick(leaves))
+        group = group._replace(leaves=leaves, weights=weights)
+        resets = reset_optimizer and group.tx is not None
+        loaded[key] = init_optimizer(group) if resets else group
     changes = pack_groups(loaded, state.params)
     before = {name: getattr(state, name) for name in changes}
     if jax.tree.structure(changes) == jax.tree.structure(before):
@@ -62,19 +71,6 @@ def load(state: TrainState, params: PyTree, reset_optimizer: bool) -> dict[str, 
 def has_values(*trees: PyTree) -> bool:
     """Returns whether trees hold arrays rather than shapes or shardings."""
     return all(isinstance(x, ARRAY_LIKE) for x in jax.tree.leaves(trees))
-
-
-def _load_group(old: Group, params: PyTree, reset_optimizer: bool) -> Group:
-    if isinstance(old.opt_state, MasterWeightsState) or not reset_optimizer:
-        weights = old.weights()
-    else:  # a fresh state has no masters yet
-        wide = old._replace(leaves=list(map(widen, old.leaves)))
-        weights = first_weights(old, wide)
-    group = Group.of(old.tx, old.opt_state, params)
-    weights = load_weights(weights, group.trained)
-    if reset_optimizer and group.tx is not None:
-        return init_optimizer(group, weights)
-    return group.with_weights(weights, old.inner_state)
 
 
 def load_weights(

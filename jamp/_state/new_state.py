@@ -15,13 +15,13 @@ from jaxtyping import PyTree
 from jamp._core import groups
 from jamp._core.devices import put, with_full_spec
 from jamp._core.dtypes import is_castable
+from jamp._core.layout import Layout
 from jamp._core.tree import is_traced
 from jamp._policy.levels import Properties
 from jamp._scaling.rules import LossScaleRule
-from jamp._state.group import Group, groups_of, pack_groups
+from jamp._state.group import Group, pack_groups
 from jamp.optimizers import StochasticRoundingState, _masters as masters
 from jamp.optimizers._fused import FusedTransformation
-from pallas_kernels import Weight
 
 
 def new_state[S](
@@ -46,16 +46,16 @@ def new_state[S](
         store_remainder: whether masters are stored as 16 low bits.
         apply_fn, properties, loss_scale_rules, **fields: fields of the state.
     """
-    new = {}
-    for key in groups.group_keys(txs):
-        tx, cast = groups.get(txs, key), groups.get(params, key)
+    wrapped, new = groups.split(txs, txs), {}
+    for key, tx in wrapped.items():
+        cast = groups.get(params, key)
         if tx is not None:
-            tx = _wrap(tx, cast, properties, store_remainder)
-        new[key] = init_group(tx, groups.get(originals, key), cast)
+            wrapped[key] = _wrap(tx, cast, properties, store_remainder)
+        new[key] = init_group(wrapped[key], groups.get(originals, key), cast)
     return state_class(
         step=jnp.int32(0),
         apply_fn=apply_fn,
-        tx=groups.pack_hashable({k: group.tx for k, group in new.items()}, txs),
+        tx=groups.pack_hashable(wrapped, txs),
         **pack_groups(new, params),
         loss_scales=tuple(rule.init() for rule in loss_scale_rules),
         skipped_steps=groups.pack({k: jnp.int32(0) for k in new}, params),
@@ -72,20 +72,18 @@ def wrap_like(state: Any, txs: Any) -> Any:
     Raises:
         ValueError: the groups differ.
     """
-    by_key = groups_of(state)
-    if set(groups.group_keys(txs)) != set(by_key):
+    old, params = (groups.split(x, state.tx) for x in (state.tx, state.params))
+    new = groups.split(txs, txs)
+    if set(new) != set(old):
         raise ValueError(
-            f"replace(tx=...) got {txs!r} for the groups {list(by_key)}: it takes one "
+            f"replace(tx=...) got {txs!r} for the groups {list(old)}: it takes one "
             "transformation for each, in the container of `params`."
         )
-    new = {}
-    for key, group in by_key.items():
-        tx = groups.get(txs, key)
-        if groups.is_transformation(tx) and tx != group.tx:
-            remainder = getattr(group.tx, "store_remainder", False)
-            bare = masters.bare(tx)
-            tx = _wrap(bare, group.params, state.properties, remainder)
-        new[key] = tx
+    for key, tx in new.items():
+        if groups.is_transformation(tx) and tx != old[key]:
+            remainder = getattr(old[key], "store_remainder", False)
+            tx = tx.rule.tx if isinstance(tx, masters.MasterWeights) else tx
+            new[key] = _wrap(tx, params[key], state.properties, remainder)
     return groups.pack_hashable(new, state.tx)
 
 
@@ -110,20 +108,19 @@ def init_group(
     Raises:
         ValueError: the transformation contains `master_weights` already.
     """
-    group = Group.of(tx, None, params)
-    if tx is None:
-        return group
-    return init_optimizer(group, first_weights(group, Group.of(tx, None, originals)))
+    leaves = jax.tree.leaves(originals)
+    group = with_first_masters(Group.of(tx, None, params), leaves, tx)
+    return group if tx is None else init_optimizer(group)
 
 
-def init_optimizer(group: Group, weights: Sequence[Weight]) -> Group:
+def init_optimizer(group: Group) -> Group:
     """Returns the group with a fresh optimizer state for its weights."""
-    wide = group.layout.trained.unflatten([w.value for w in weights])
-    opt_state = masters.bare(group.tx).init(wide)
+    wide = group.layout.trained.unflatten([w.value for w in group.weights])
+    opt_state = group.tx.init(wide)
     is_wrapped = lambda x: type(x) in _WRAPPED  # noqa: E731
     for x in filter(is_wrapped, jax.tree.leaves(opt_state, is_leaf=is_wrapped)):
         raise ValueError(_WRAPPED[type(x)])
-    return group.with_weights(weights, _moments_like_params(opt_state, group))
+    return group._replace(inner_state=_moments_like_params(opt_state, group))
 
 
 _WRAPPED = {
@@ -134,13 +131,17 @@ _WRAPPED = {
 }
 
 
-def first_weights(group: Group, originals: Group) -> list[Weight]:
-    """Returns the weights of params that were cast from `originals`."""
-    tx, trained = group.tx, group.trained
-    if not isinstance(tx, masters.MasterWeights):
-        return list(map(Weight, trained))
-    both, remainder = (trained, originals.trained), tx.store_remainder
-    return masters.with_masters(group.layout.trained, *both, store_remainder=remainder)
+def with_first_masters(group: Group, originals: Sequence[Any], tx: Any) -> Group:
+    """Returns a group with new masters, if its optimizer `tx` keeps masters.
+
+    Its params were cast from `originals`, all leaves before the cast.
+    """
+    if not group.has_masters:
+        return group
+    layout, remainder = group.layout, tx.store_remainder
+    both = map(layout.pick, (group.leaves, originals))
+    weights = masters.with_masters(layout.trained, *both, store_remainder=remainder)
+    return group._replace(weights=weights)
 
 
 def _with_shardings(
@@ -149,7 +150,8 @@ def _with_shardings(
     """Tells a fused optimizer the shardings of its params, which `jit` hides."""
     if not isinstance(tx, FusedTransformation):
         return tx
-    named = tuple(map(_named, Group.of(tx, None, params).trained))
+    layout, leaves = Layout.of(params)
+    named = tuple(map(_named, layout.pick(leaves)))
     spread = named and all(s is not None and s.mesh.size > 1 for s in named)
     return tx.replace(shardings=named if spread else None)
 
@@ -162,7 +164,7 @@ def _moments_like_params[T](opt_state: T, group: Group) -> T:
     """
     if not any(map(is_traced, group.leaves)):
         return opt_state
-    params = group.layout.trained.unflatten(group.trained)
+    params = group.layout.trained.unflatten([w.param for w in group.weights])
     is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
 
     def parts_of_params(x: Any) -> list[Any] | None:

@@ -48,9 +48,9 @@ def step(
     Returns:
         The group with new params and optimizer state.
     """
-    inner, weights, state = masters.bare(group.tx), group.weights(), group.inner_state
+    inner, layout = group.tx, group.layout
+    structure, weights, state = layout.trained, group.weights, group.inner_state
     finite = None if given.finite is True else jnp.asarray(given.finite)
-    structure = group.layout.trained
     if isinstance(inner, FusedTransformation):
         grads, scale = given.grads, None
         if given.scaled is not None:
@@ -76,8 +76,8 @@ def step(
                 error.add_note(_UPDATE_ARGS)
             raise
     if given.overwritten:
-        old = group.layout.pick(group.leaves, "overwritten")
+        old = layout.pick(group.leaves, "overwritten")
         new = keep_on_skip(given.finite, given.overwritten, old)
-        leaves = group.layout.fill(group.leaves, new, "overwritten")
+        leaves = layout.fill(group.leaves, new, "overwritten")
         group = group._replace(leaves=leaves)
-    return group.with_weights(weights, state)
+    return group._replace(weights=weights, inner_state=state)

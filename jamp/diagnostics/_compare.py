@@ -21,8 +21,7 @@ from jamp._policy.options import LevelOptions
 from jamp._state.amp_state import AmpState
 from jamp._state.group import master_params
 from jamp.diagnostics._comparison import Comparison
-from jamp.diagnostics._errors import Rows
-from jamp.diagnostics._measure import measure
+from jamp.diagnostics._errors import Rows, measure
 from jamp.diagnostics._pairing import Side, find_common, pair_runs
 from jamp.diagnostics._step import (
     Step,

@@ -35,8 +35,7 @@ from jamp._autocast.reasons import CAST, Note, note_in, notes_in, noting, withou
 from jamp._autocast.tracing import disabled
 from jamp._autocast.transform import Promote, scope_of, written_program
 from jamp._state.amp_state import AmpState
-from jamp.diagnostics._explanation import Explanation
-from jamp.diagnostics._operation import Operation, flops_of, is_fp8
+from jamp.diagnostics._explanation import Explanation, Operation, flops_of, is_fp8
 from jamp.diagnostics._source import is_backward, module_path, user_line
 from jamp.diagnostics._step import function_first, matmul_dtype, trace_step
 

@@ -12,8 +12,13 @@ from jax.extend import core as jc
 from jamp._autocast.primitives import primitive_name
 from jamp._core.dtypes import is_differentiable
 from jamp._core.groups import Wrt
-from jamp.diagnostics._advice import SCALE_TOO_HIGH, advice_for, words_of
-from jamp.diagnostics._location import Location, range_of
+from jamp.diagnostics._location import (
+    SCALE_TOO_HIGH,
+    Location,
+    advice_for,
+    range_of,
+    words_of,
+)
 from jamp.diagnostics._replay import Event, Value, not_finite, replay
 from jamp.diagnostics._source import Site
 from jamp.diagnostics._step import Step, function_first, trace_scaled_step

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jc
 
+from jamp._autocast.traced import traced
 from jamp._core import groups
 from jamp._core.groups import Wrt
 from jamp._core.tree import is_traced, path_string
 from jamp._policy.levels import Properties, half_dtype
 from jamp._scaling.loss import find_loss_scale
-from jamp._scaling.rules import DynamicLossScale, current_scale
+from jamp._scaling.rules import DynamicLossScale, check_state, current_scale
 from jamp._scaling.value_and_grad import ScaledGrad
 from jamp._state.amp_state import AmpState
 
@@ -81,25 +82,22 @@ def trace_step(
         return (out[0] if isinstance(out, tuple) else out), None
 
     step = ScaledGrad(with_aux, has_aux=True, loss_id=loss_id, wrt=wrt).raw
-    named, structure = jax.tree.flatten_with_path(
-        (state, {"args": args, "kwargs": kwargs})
-    )
-    is_array = [isinstance(x, _ARRAYS) for _, x in named]
 
-    def run(*arrays):
-        rest = iter(arrays)
-        pairs = zip(named, is_array, strict=True)
-        leaves = [next(rest) if traced else x for (_, x), traced in pairs]
-        state, given = jax.tree.unflatten(structure, leaves)
+    def run(state, given):
         (loss, _), grads, layouts = step(state, *given["args"], **given["kwargs"])
         trees = {key: layouts[key].structure.unflatten(x) for key, x in grads.items()}
         return loss, groups.pack_wrt(trees, wrt, state.params)
 
-    pairs = zip(named, is_array, strict=True)
-    inputs = [(x, path_string(path[1:])) for (path, x), traced in pairs if traced]
-    program, outs = jax.make_jaxpr(run, return_shape=True)(*(x for x, _ in inputs))
-    paths = [path_string(path) for path, _ in jax.tree.leaves_with_path(outs[1])]
-    return Step(program, inputs, paths)
+    every = state, {"args": args, "kwargs": kwargs}
+    found = traced(run, every, lambda x: isinstance(x, _ARRAYS))
+    inputs = [
+        (x, path_string(path[1:]))
+        for path, x in jax.tree.leaves_with_path(every)
+        if isinstance(x, _ARRAYS)
+    ]
+    _, outs = found.rebuild(found.program.outvars)
+    paths = [path_string(path) for path, _ in jax.tree.leaves_with_path(outs)]
+    return Step(found.program, inputs, paths)
 
 
 def trace_scaled_step(
@@ -113,7 +111,8 @@ def trace_scaled_step(
 ) -> Step:
     """Traces a step on values, with the loss scale as an input at every level."""
     call = f"jamp.diagnostics.{_call_of(name)}"
-    rule, before = find_loss_scale(state, loss_id, call)
+    check_state(state, call)
+    rule, before = find_loss_scale(state, loss_id)
     leaves = jax.tree.leaves((state, args, kwargs))
     if any(is_traced(x) or isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
         raise TypeError(

@@ -49,9 +49,8 @@ class FlatFP16_Optimizer(FP16_Optimizer):  # noqa: N801, apex's name
     def _configure(self, tx: Any, static: float, args: Any) -> None:
         if args is not None:
             raise SystemError("Do not support dynamic loss scale args for now.")
-        self._txs, self._keys = tx, groups.group_keys(tx)
-        flat = {}
-        for key, fused in groups.split(tx, self._keys).items():
+        self._txs, flat = tx, {}
+        for key, fused in groups.split(tx, tx).items():
             if not isinstance(fused, FusedTransformation):
                 raise TypeError(
                     "FlatFP16_Optimizer takes a fused optimizer of jamp.optimizers, "
@@ -67,7 +66,7 @@ class FlatFP16_Optimizer(FP16_Optimizer):  # noqa: N801, apex's name
 
     def _check_params(self, params: PyTree) -> None:
         check_containers(params, self._txs)
-        for key, group in groups.split(params, self._keys).items():
+        for key, group in groups.split(params, self._txs).items():
             if not jax.tree.leaves(group):
                 raise ValueError(
                     f"params[{key!r}] hold no arrays: got {group!r}. Leave this group "
@@ -75,6 +74,6 @@ class FlatFP16_Optimizer(FP16_Optimizer):  # noqa: N801, apex's name
                 )
 
     def _are_finite(self, grads: PyTree) -> Bool[Array, ""]:
-        by_group = groups.split(grads, self._keys).values()
+        by_group = groups.split(grads, self._txs).values()
         norms = [norm(jax.tree.leaves(tree)) for tree in by_group]
         return jnp.isfinite(jnp.stack(norms)).all()

@@ -15,15 +15,14 @@ from jamp._core import tree as trees
 from jamp._core.devices import place_like
 from jamp._core.dtypes import FLOAT32, MODEL_DTYPES, is_half
 from jamp._core.names import check_same, from_names, to_names
-from jamp._core.numbers import check_scale
+from jamp._core.numbers import check_scale, check_scale_state
 from jamp._core.show import short_repr
 from jamp._core.warnings import PrecisionWarning, UnusedOptionWarning, warn
 from jamp._scaling import rules
-from jamp._scaling.incoming import check_scale_state
 from jamp._scaling.loss import checked_loss, grad_of_scaled
 from jamp._state.closure import rounded, with_gradient
 from jamp._state.grads import Gradients
-from jamp._state.group import Group
+from jamp._state.group import Group, pack_groups
 from jamp._state.new_state import init_group
 from jamp._state.step import step
 from jamp.fp16_utils._fp16util import clip_grad_norm
@@ -146,9 +145,14 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         if self.verbose and jax.process_index() == 0:
             print("\n".join(lines))
         group = init_group(self.optimizer, params, params)
-        own = group.params, group.opt_state, None, None, jnp.asarray(False)
-        state = self.zero_grad(FP16State(*own, self.rule.init()))
-        return trees.copy_shared(state, params)
+        state = FP16State(
+            **pack_groups({None: group}),
+            model_grads=None,
+            master_grads=None,
+            overflow=jnp.asarray(False),
+            loss_scaler=self.rule.init(),
+        )
+        return trees.copy_shared(self.zero_grad(state), params)
 
     def _check_params(self, params: PyTree) -> None:
         """Raises if params and optimizers have different groups."""
@@ -247,7 +251,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
             state = state.replace(loss_scaler=scaler)
         given = Gradients(grads, [], finite)
         group = step(self._group(state), given, update_args=update_args)
-        state = state.replace(params=group.params, opt_state=group.opt_state)
+        state = state.replace(**pack_groups({None: group}))
         return state if closure is None else (loss, state)
 
     def _call_until_finite(self, closure: Closure, state: FP16State) -> Any:
@@ -348,7 +352,12 @@ class FP16_Optimizer:  # noqa: N801, apex's name
             other = f"dynamic_loss_scale={not self.dynamic_loss_scale}"
             raise ValueError(f"The state dict was saved with {other}: pass it too.")
         masters = parts.pop("fp32_from_fp16")
-        wide = trees.merge(parts.pop("fp32_from_fp32"), masters)
+        wide = jax.tree.map(
+            lambda own, master: master if own is None else own,
+            parts.pop("fp32_from_fp32"),
+            masters,
+            is_leaf=lambda x: x is None,
+        )
         inner_state = parts.pop("optimizer_state_dict")
         parts["opt_state"] = MasterWeightsState(masters, inner_state)
         parts["params"] = rounded(wide, state.params)

@@ -57,15 +57,7 @@ def fused_adagrad(
     >>> print(optax.apply_updates(params, updates))
     [0.9 1.1]
     """
-    rule = FusedAdagrad(
-        learning_rate=learning_rate,
-        eps=eps,
-        weight_decay=weight_decay,
-        adagrad_w_mode=adagrad_w_mode,
-        mask=mask,
-        moment_dtype=moment_dtype,
-        backend=backend,
-    )
+    rule = FusedAdagrad(**locals())  # the arguments are its fields
     return fused.FusedTransformation.from_rule(rule)
 
 

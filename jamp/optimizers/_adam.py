@@ -92,21 +92,7 @@ def fused_adam(
         raise ValueError(
             "fused_adam: legacy=True has one kind of decay. Leave adam_w_mode out."
         )
-    rule = FusedAdam(
-        learning_rate=learning_rate,
-        b1=b1,
-        b2=b2,
-        eps=eps,
-        weight_decay=weight_decay,
-        adam_w_mode=adam_w_mode,
-        bias_correction=bias_correction,
-        max_grad_norm=max_grad_norm,
-        legacy=legacy,
-        eps_inside_sqrt=eps_inside_sqrt,
-        mask=mask,
-        moment_dtype=moment_dtype,
-        backend=backend,
-    )
+    rule = FusedAdam(**locals())  # the arguments are its fields
     return fused.FusedTransformation.from_rule(rule)
 
 

@@ -54,6 +54,7 @@ class FusedRule(Hyperparameters, Rule):
 
     state: ClassVar[Any]  # a NamedTuple of `count` and trees like the params
     per_leaf: ClassVar[tuple[str, ...]] = ()  # the trees with one number per leaf
+    static: ClassVar[Any]
 
     bias_correction: bool = False
     max_grad_norm: ArrayLike | None = number(optional=True, default=None)
@@ -67,18 +68,13 @@ class FusedRule(Hyperparameters, Rule):
                 f"{self.moment_dtype!r}."
             )
         object.__setattr__(self, "moment_dtype", jnp.dtype(self.moment_dtype))
-
-    @property
-    def static(self) -> Self:
-        """Returns the rule without its numbers, which may be traced.
-
-        Rules that differ only in their numbers run the same compiled formula.
-        """
-        rule = copy.copy(self)
+        # The rule without its numbers, which may be traced. Rules that differ only in
+        # their numbers run the same compiled formula.
+        static = copy.copy(self)
         for field in dataclasses.fields(self):
             if "below" in field.metadata or field.name in ("mask", "shardings"):
-                object.__setattr__(rule, field.name, None)
-        return rule
+                object.__setattr__(static, field.name, None)
+        object.__setattr__(self, "static", static)
 
     def moments(self, params: PyTree) -> tuple[PyTree, ...]:
         """Returns the trees of a new state."""

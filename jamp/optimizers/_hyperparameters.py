@@ -20,6 +20,7 @@ type Mask = PyTree | Callable[[PyTree], PyTree] | None
 type Count = Int[Array, ""]
 # The numbers of a formula by name, of shape (), or (n,) for one per leaf.
 type Scalars = dict[str, ArrayLike]
+_NUMBERS = int | float | np.number
 type ScalarOrSchedule = float | Array | Callable[[Array], Any]
 
 
@@ -114,12 +115,12 @@ def is_one(x: object) -> bool:
 
 def is_number(x: object) -> TypeIs[int | float | np.number]:
     """Returns whether `x` is a number of Python or NumPy, and not traced."""
-    return isinstance(x, int | float | np.number)
+    return isinstance(x, _NUMBERS)
 
 
 def is_zero(x: object) -> bool:
     """Returns whether `x` is 0, and not traced."""
-    return is_number(x) and bool(x == 0)
+    return isinstance(x, _NUMBERS) and bool(x == 0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -58,21 +58,7 @@ def fused_lamb(
     >>> print(optax.apply_updates(params, updates))  # |w| = 5, |u| = 1
     [4.5]
     """
-    rule = FusedLAMB(
-        learning_rate=learning_rate,
-        b1=b1,
-        b2=b2,
-        eps=eps,
-        weight_decay=weight_decay,
-        bias_correction=bias_correction,
-        adam_w_mode=adam_w_mode,
-        grad_averaging=grad_averaging,
-        max_grad_norm=max_grad_norm,
-        use_nvlamb=use_nvlamb,
-        mask=mask,
-        moment_dtype=moment_dtype,
-        backend=backend,
-    )
+    rule = FusedLAMB(**locals())  # the arguments are its fields
     return fused.FusedTransformation.from_rule(rule)
 
 

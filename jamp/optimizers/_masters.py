@@ -58,11 +58,6 @@ class MasterWeights(Transformation):
     """The result of `master_weights`: optax's pair, with the wrapped transformation."""
 
     @property
-    def inner(self) -> optax.GradientTransformation:
-        """The transformation that steps the masters."""
-        return self.rule.tx
-
-    @property
     def store_remainder(self) -> bool:
         """Whether masters are stored as the low bits that the params lack."""
         return self.rule.store_remainder
@@ -70,7 +65,7 @@ class MasterWeights(Transformation):
     def all_finite(
         self, grads: PyTree, grad_scale: ArrayLike | None = None
     ) -> Bool[Array, ""] | None:
-        inner = self.inner
+        inner = self.rule.tx
         is_ours = isinstance(inner, Transformation)
         return inner.all_finite(grads, grad_scale) if is_ours else None
 
@@ -178,11 +173,6 @@ def delta_to(
             for u, w, p in zip(jax.tree.leaves(updates), new, params, strict=True)
         ]
     )
-
-
-def bare(tx: optax.GradientTransformation | None) -> Any:
-    """Returns `tx` without `master_weights` and stochastic rounding."""
-    return tx.rule.tx if isinstance(tx, MasterWeights) else tx
 
 
 ALREADY_WRAPPED = (

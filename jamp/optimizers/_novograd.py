@@ -90,21 +90,7 @@ def fused_novograd(
             "FusedNovoGrad only support l2/inf norm now: norm_type is 2 or 'inf', got "
             f"{norm_type!r}."
         )
-    rule = FusedNovoGrad(
-        learning_rate=learning_rate,
-        b1=b1,
-        b2=b2,
-        eps=eps,
-        weight_decay=weight_decay,
-        bias_correction=bias_correction,
-        reg_inside_moment=reg_inside_moment,
-        grad_averaging=grad_averaging,
-        norm_type=norm_type,
-        init_zero=init_zero,
-        mask=mask,
-        moment_dtype=moment_dtype,
-        backend=backend,
-    )
+    rule = FusedNovoGrad(**locals())  # the arguments are its fields
     return fused.FusedTransformation.from_rule(rule)
 
 

@@ -76,17 +76,7 @@ def fused_sgd(
             "fused_sgd: nesterov=True needs a momentum, and dampening=0, got "
             f"{momentum=} and {dampening=}."
         )
-    rule = FusedSGD(
-        learning_rate=learning_rate,
-        momentum=momentum,
-        dampening=dampening,
-        weight_decay=weight_decay,
-        nesterov=nesterov,
-        wd_after_momentum=wd_after_momentum,
-        mask=mask,
-        moment_dtype=moment_dtype,
-        backend=backend,
-    )
+    rule = FusedSGD(**locals())  # the arguments are its fields
     return fused.FusedTransformation.from_rule(rule)
 
 

@@ -117,7 +117,7 @@ def launch(
     the written columns of each leaf, and the reductions.
     """
     job, stored = work.job, work.stored_dtypes(leaves[0], keys is not None)
-    written = [c for c in leaves[0] if c in stored or job.is_copy(c, leaves[0])]
+    written = [c for c in leaves[0] if c in stored or job.copies.get(c) in leaves[0]]
     new = {c: dtype for c, dtype in stored.items() if c not in leaves[0]}
     block = BLOCK if len(leaves[0]) > 1 or stored else LONE_BLOCK
     shapes = [next(iter(leaf.values())).shape for leaf in leaves]
@@ -245,7 +245,7 @@ def _run_block(
     job, (inputs, refs, fresh) = work.job, leaf
     out = refs | fresh
     columns: Any = inputs | refs
-    read = {c: r for c, r in columns.items() if not job.is_copy(c, columns)}
+    read = {c: r for c, r in columns.items() if job.copies.get(c) not in columns}
     old = [
         {c: plgpu.load(ref.at[w.index], layout=_layout(w)) for c, ref in read.items()}
         for w in windows

@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend.core import Primitive
 
 import jamp
-from jamp.diagnostics._operation import computes, total_flops
+from jamp.diagnostics._explanation import computes, total_flops
 from jamp.diagnostics._source import short_line
 from tests.support.constructs import repeat
 from tests.support.programs import products, walk

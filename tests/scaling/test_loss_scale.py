@@ -14,6 +14,7 @@ from flax import serialization
 from hypothesis import given, settings, strategies as st
 
 import jamp
+from jamp._scaling.rules import lowest_scale
 from tests.oracles import loss_scale as oracle
 from tests.support.states import make
 
@@ -197,7 +198,7 @@ def test_scale_never_reaches_zero(factor):
     assert rule.scale_loss(jnp.float32(4.0), state) == 2.0**-124
     assert rule.unscale({"w": jnp.float32(2.0**-124)}, state)["w"] == 4.0
     np.testing.assert_allclose(rule.update(state, True).scale, SMALLEST * factor)
-    assert jamp.DynamicLossScale(min_scale=0)._limits[0] == SMALLEST
+    assert lowest_scale(jamp.DynamicLossScale(min_scale=0)) == SMALLEST
 
 
 @pytest.mark.parametrize("factor", [2.0, 1e30])

@@ -109,6 +109,23 @@ def test_unscale_of_unscaled_gradients_raises(level, name):
             run(state)
 
 
+@pytest.mark.parametrize("changed", ["a", "b", "c"])
+@pytest.mark.parametrize("keeps", [True, False])
+def test_unscale_notices_each_unscaled_gradient(changed, keeps):
+    params = {name: W for name in "abc"}
+    state = make("O2", params, optax.sgd(1.0), loss_scale=RULE)
+
+    def call(state):
+        grads = grads_of(lambda p: sum(wide(x) @ X for x in p.values()))(state)
+        kept = grads if keeps else None
+        grads = {**grads, changed: grads[changed] * 2}
+        return kept, jamp.unscale(grads, state)
+
+    for run in (call, jax.jit(call)):
+        with pytest.raises(ValueError, match="Delete the call of jamp.unscale"):
+            run(state)
+
+
 def summed(grads, more):
     return jax.tree.map(lambda a, b: (a + b) / 2, grads, more)
 

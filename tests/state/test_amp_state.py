@@ -296,6 +296,15 @@ def test_the_gradient_of_an_integer_is_ignored(grad):
     assert_same_bits(after.params["n"], jnp.arange(3))
 
 
+def test_gradients_of_another_structure_are_refused_even_without_floats():
+    state = make("O0", {"n": jnp.arange(3)}, RATE_ONE)
+    with pytest.raises(ValueError, match="gradients have"):
+        state.apply_gradients(grads={"m": None})
+    state = make(tree={"w": ONES, "n": jnp.arange(3)})
+    with pytest.raises(ValueError, match="gradients"):
+        state.apply_gradients(grads={"w": ONES, "n": {"w": ONES}})
+
+
 @jax.tree_util.register_pytree_node_class
 class Unhashable:
     """A node with static data that has no hash, which no jit takes."""
