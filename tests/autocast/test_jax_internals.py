@@ -1,5 +1,7 @@
 """Test undocumented facts about JAX that autocast needs."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,8 @@ from jax import lax
 from jax.extend import core as jc
 from jax.sharding import AxisType, PartitionSpec as P
 
-from jamp._autocast import frames
+import jamp
+from jamp._autocast import frames, jax_internals
 from jamp._autocast.primitives import primitive_name
 from jamp._fp8.quantized import Of, quantize
 from tests.support.constructs import AROUND, custom_vjp
@@ -101,3 +104,27 @@ def test_a_program_can_be_read_and_replaced(name):
     replaced = eqn.replace(params=frames.with_programs(eqn, [frame.program]))
     (got,) = jc.jaxpr_as_fun(jaxpr.replace(eqns=[replaced, *rest]))(X)
     np.testing.assert_allclose(got, jnp.cos(X), rtol=1e-6)
+
+
+# ---- options of a `jit`
+
+ONE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+OPTIONS = {
+    "none": {},
+    "inline": {"inline": True},
+    "in_shardings": {"in_shardings": ONE},
+    "out_shardings": {"out_shardings": ONE},
+    "donated": {"donate_argnums": 0},
+}
+
+
+@pytest.mark.parametrize("in_mesh", [False, True])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_only_a_jit_without_options_is_inlined(name, in_mesh):
+    fn, is_bare = jax.jit(jnp.sin, **OPTIONS[name]), name in ("none", "inline")
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh) if in_mesh else contextlib.nullcontext():
+        (eqn,) = jax.make_jaxpr(fn)(X).eqns
+        written = jax.make_jaxpr(jamp.autocast(fn))(X).eqns
+    assert jax_internals.is_bare_jit(eqn) == is_bare
+    assert ([e.primitive.name for e in written] == ["sin"]) == is_bare
