@@ -173,17 +173,23 @@ def figure(runs):
     losses, accuracies, scales = figure.subplots(3, sharex=True)
     steps = runs[0]["steps"]
     window = max(1, len(steps) // 40)
+    smooth = [
+        np.convolve(r["loss"], np.full(window, 1 / window), "valid") for r in runs
+    ]
+    name, scale = "training loss", "log"
+    if len(runs) > 2:  # many curves that agree: show their differences
+        smooth = [100 * (loss / smooth[0] - 1) for loss in smooth]
+        name, scale = f"loss beside {runs[0]['level']}'s in %", "linear"
     for i, run in enumerate(runs):
         # A thin line over a wide one, so that equal curves stay visible.
         style = {"color": LEVELS.get(run["level"]), "lw": 1.5 if i else 4}
-        smooth = np.convolve(run["loss"], np.full(window, 1 / window), mode="valid")
-        losses.plot(steps[window - 1 :], smooth, label=run["level"], **style)
+        losses.plot(steps[window - 1 :], smooth[i], label=run["level"], **style)
         tested = {step: 100 * value for step, value in run["test_accuracy"].items()}
         accuracies.plot(tested.keys(), tested.values(), marker=".", **style)
         scales.semilogy(steps, run["scale"], base=2, drawstyle="steps-mid", **style)
         skipped = run["skipped"] > 0
         scales.plot(steps[skipped], run["scale"][skipped], "kx")
-    losses.set(ylabel=f"training loss, mean of {window} steps", yscale="log")
+    losses.set(ylabel=f"{name}, mean of {window} steps", yscale=scale)
     losses.legend(frameon=False)
     learned = min(run["accuracy"] for run in runs) > 0.9
     accuracies.set(ylabel="test accuracy in %", ylim=(90 if learned else 0, 100.5))
