@@ -190,7 +190,7 @@ def figure(runs):
         skipped = run["skipped"] > 0
         scales.plot(steps[skipped], run["scale"][skipped], "kx")
     losses.set(ylabel=f"{name}, mean of {window} steps", yscale=scale)
-    losses.legend(frameon=False)
+    losses.legend(frameon=False, ncols=min(4, len(runs)))
     learned = min(run["accuracy"] for run in runs) > 0.9
     accuracies.set(ylabel="test accuracy in %", ylim=(90 if learned else 0, 100.5))
     scales.set(ylabel="loss scale; x: skipped", xlabel="step")
