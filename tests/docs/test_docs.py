@@ -94,6 +94,23 @@ def test_links_outside_of_the_site_lead_somewhere(page):
         assert (ROOT / page).parent.joinpath(link).exists(), link
 
 
+@pytest.mark.slow
+@pytest.mark.standard_promotion
+def test_the_table_of_other_libraries_is_current():
+    """torch and Qwix are only in the environment of `make peers`."""
+    pytest.importorskip("jmp")
+    from benchmarks import peers
+
+    section = PAGES["docs/results.md"].partition("## Other libraries")[2]
+    head, _, *rows = [line for line in section.splitlines() if line[:1] == "|"]
+    names = [cell.strip() for cell in head.split("|")]
+    shown = {row.split("|")[1].strip(): row.split("|") for row in rows}
+    for kind in (peers.Jamp, peers.Jmp, peers.Flax, peers.ByHand):
+        peer = kind()
+        for row, cell in peers.column(peer).items():
+            assert shown[row][names.index(peer.name)].strip() == cell, (row, peer.name)
+
+
 @pytest.fixture(scope="module")
 def pictures():
     pytest.importorskip("sklearn")
