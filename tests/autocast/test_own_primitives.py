@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, primitives
 from jax.sharding import AxisType, PartitionSpec as P
 
 import jamp
@@ -59,9 +59,7 @@ def test_these_are_all_primitives_of_jamp():
 
 
 def _is_own(x):
-    return isinstance(x, Primitive) and not hasattr(
-        jax.extend.core.primitives, f"{x}_p"
-    )
+    return isinstance(x, Primitive) and not hasattr(primitives, f"{x}_p")
 
 
 def close(got, want):
@@ -108,9 +106,7 @@ def test_lowers_for_each_platform(name, platform):
 
 
 def test_the_second_derivative_of_an_fp8_matmul_raises():
-    of_cotangent = functools.partial(
-        quantized._quantize.bind, of=quantized.Of.COTANGENT
-    )
+    of_cotangent = functools.partial(quantized._quantize.bind, of=Of.COTANGENT)
     for bind in (OTHERS["fp8_once"], of_cotangent):
         with pytest.raises(NotImplementedError, match="no second derivative"):
             jax.jvp(bind, (X,), (X,))
