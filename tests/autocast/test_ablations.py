@@ -74,19 +74,18 @@ def residual(w, x):
 MATRIX, MATRICES = (4, 4), (3, 4, 4)
 SQUARE = jnp.eye(4)
 SQUARES = MATRIX, MATRIX
+OF_BIAS = (4,), *SQUARES
 NARROWEST = {"promote": "narrowest"}
 # The keys name the mechanisms without which the program of the example changes.
 EXAMPLES = {
-    "bias sums, biases, sum barrier": Example(
-        lambda b, x, w: x @ w + b, ((4,), *SQUARES)
-    ),
+    "bias sums, biases, sum barrier": Example(lambda b, x, w: x @ w + b, OF_BIAS),
     "repeated": Example(
         lambda w, x: standardised(x @ w + (x[:, 0] @ w)[:, None]), (MATRIX, MATRICES)
     ),
     "softmax, sums kept, islands": Example(lambda w, x: nn.softmax(x @ w) @ w, SQUARES),
     "island barrier": Example(lambda w, x: jnp.tanh(x @ w) @ w, SQUARES),
     "heads, labels, head barrier, inlined calls": Example(label_loss, SQUARES),
-    "logit biases": Example(lambda b, w, x: label_loss(w, x, b), ((4,), *SQUARES)),
+    "logit biases": Example(lambda b, w, x: label_loss(w, x, b), OF_BIAS),
     "chains, one cast": Example(lambda w, x: (x @ w * 2.0 + 1.0) @ w, SQUARES),
     "ratios": Example(lambda w, x: (x @ w) / (w @ x) @ w, SQUARES, "O1"),
     "norms": Example(residual, SQUARES),
@@ -97,9 +96,7 @@ EXAMPLES = {
     "numbers": Example(lambda w, x: jnp.minimum(x @ w, 1 - 1e-6), SQUARES),
     "weights, cotangent copies": Example(rnn, (*SQUARES, MATRICES)),
     "loops": Example(lstm, (*SQUARES, MATRICES)),
-    "half params": Example(
-        lambda shift, x, w: x @ w + shift * 3.0, (MATRIX, *SQUARES), "O5"
-    ),
+    "half params": Example(lambda a, x, w: x @ w + a * 3.0, (MATRIX, *SQUARES), "O5"),
     # Matmuls read the carry, which is an activation.
     "half carries": Example(
         lambda ws, x: lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x @ ws[0], ws)[0],

@@ -33,9 +33,7 @@ COMBINING = {
     )[0],
     "windows": lambda h: lax.reduce_window(h, 0.0, jnp.hypot, (2, 2), (1, 1), "SAME"),
     "ufunc": lambda h: jnp.frompyfunc(lambda a, b: a * b + 1.0, 2, 1).reduce(h, axis=0),
-    "solve": lambda h: lax.custom_linear_solve(
-        lambda v: 2.0 * v, h, lambda f, b: b / 2
-    ),
+    "solve": lambda h: lax.custom_linear_solve(lambda v: 2 * v, h, lambda f, b: b / 2),
 }
 
 

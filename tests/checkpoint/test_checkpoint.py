@@ -151,9 +151,7 @@ TWO = np.ones(2, F32)
 IN_HALF = TrainState.create(apply_fn=None, params={"w": jnp.ones(2, F16)}, tx=ADAM)
 IN_BF16 = {"w": jnp.ones(2, jnp.bfloat16)}
 LIKE = {"tree": {"w": jnp.ones(2)}}
-PURE = (
-    r"bfloat16, expected float32.*params and moments are half.*jax\.tree\.map\(lambda"
-)
+PURE = r"bfloat16, expected float32.*params and moments are half.*jax\.tree\.map\(la"
 RBG, KEY = jax.random.key(1, impl="rbg"), jax.random.key(1)
 MODELS = {"tree": [jnp.ones(2)] * 2, "tx": [ADAM] * 2}
 CAST = "float16, expected float32.*cast them first"

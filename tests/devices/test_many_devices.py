@@ -284,9 +284,8 @@ def test_an_axis_must_be_bound():
 
 AXIS = "batch"
 MESH = AbstractMesh((8,), (AXIS,), axis_types=(AxisType.Auto,))
-MODEL = nn.Sequential(
-    [nn.Dense(8, False), nn.BatchNorm(False, axis_name=AXIS), nn.Dense(2, False)]
-)
+NORM = nn.BatchNorm(False, axis_name=AXIS)
+MODEL = nn.Sequential([nn.Dense(8, False), NORM, nn.Dense(2, False)])
 
 
 def synced_step(state, x):
@@ -308,9 +307,7 @@ def test_statistics_cross_devices_in_float32(level, check_vma):
 
     x = np.ones((32, 4), np.float32)
     variables = MODEL.init(jax.random.key(0), x)
-    mapped = jax.shard_map(
-        run, mesh=MESH, in_specs=(P(), P(AXIS)), out_specs=P(), check_vma=check_vma
-    )
+    mapped = on_each(check_vma, run, (P(), P(AXIS)), P(), MESH)
     operands = collectives(jax.make_jaxpr(mapped)(variables, x))
     assert (2, 8) in [x.shape for x in operands]  # means of x and of its square
     assert {str(x.dtype) for x in operands if x.ndim} == {"float32"}

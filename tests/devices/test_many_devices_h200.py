@@ -214,15 +214,9 @@ def test_sharded_logits_are_not_gathered():
         fn = lambda w: loss(x @ w, labels).mean()  # noqa: E731
         return jax.grad(jamp.autocast(fn, "bfloat16"))(w)
 
-    labels = jax.ShapeDtypeStruct(
-        (tokens,), jnp.int32, sharding=NamedSharding(mesh_of(), P())
-    )
-    args = (
-        shape((width, words), P(None, ("data", "model"))),
-        shape((tokens, width), P()),
-        labels,
-    )
-    program = h200.compile_placed(step, *args)
+    labels = shape((tokens,), P()).update(dtype=jnp.int32)
+    weight = shape((width, words), P(None, ("data", "model")))
+    program = h200.compile_placed(step, weight, shape((tokens, width), P()), labels)
     # Devices send the maximum, the sum and the label's logit of each token.
     found = program.collectives
     assert {opcode for opcode, _ in found} == {"all-reduce"}

@@ -264,9 +264,8 @@ def test_layers_run_in_half_and_learn():
 
 def test_linen_models_go_through_the_bridge():
     linen = nn.Sequential([nn.Dense(4), nn.BatchNorm(True)])
-    model, optimizer = make(
-        model=nnx.bridge.ToNNX(linen, rngs=nnx.Rngs(0)).lazy_init(X), **LOW
-    )
+    model = nnx.bridge.ToNNX(linen, rngs=nnx.Rngs(0)).lazy_init(X)
+    model, optimizer = make(model=model, **LOW)
     assert sorted(dtypes(model).values()) == 2 * ["float16"] + 2 * ["float32"]
     assert jax.eval_shape(forward_of(optimizer), model, X).dtype == jnp.float32
     jitted(model, optimizer, X)
@@ -410,9 +409,7 @@ def test_errors_name_the_mistake(message):
 def test_models_that_share_a_variable_are_refused_unchanged(tx):
     first, shared, last = (linear(seed) for seed in range(3))
     models = {"a": nnx.List([first, shared]), "b": nnx.List([last, shared])}
-    with pytest.raises(
-        ValueError, match="models 'a' and 'b' share the Variable 1/bias"
-    ):
+    with pytest.raises(ValueError, match="'a' and 'b' share the Variable 1/bias"):
         make(model=models, tx=tx)
     assert set(dtypes(models).values()) == {"float32"}
 

@@ -71,9 +71,7 @@ def start(tx, level, tree, **kwargs):
 
 @functools.partial(jax.jit, compiler_options=FAST)
 def step(state, x):
-    fields = (
-        {"seen": state.seen + 1} if getattr(state, "seen", None) is not None else {}
-    )
+    fields = {} if state.seen is None else {"seen": state.seen + 1}
     return state.apply_gradients(grads=jamp.scaled_grad(dot)(state, x), **fields)
 
 

@@ -86,6 +86,15 @@ def _run(
 MOMENTS = {"mu": np.zeros_like, "nu": np.zeros_like}
 
 
+def directed(t, s, m, v, b1, b2, b3, eps, bias_correction):
+    """Returns Adam's direction without decay, and both moments."""
+    c1 = 1 - b1**t if bias_correction else 1.0
+    c2 = 1 - b2**t if bias_correction else 1.0
+    m = b1 * m + b3 * s
+    v = b2 * v + (1 - b2) * s * s
+    return (m / c1) / (np.sqrt(v / c2) + eps), m, v
+
+
 def fused_adam(
     params: Leaves,
     grads: Grads,
@@ -106,31 +115,26 @@ def fused_adam(
     assert legacy or not eps_inside_sqrt
     assert adam_w_mode or not legacy
 
-    def divisor(g):
+    def clip(g):
         if not max_grad_norm:
             return 1.0
         n = global_norm(g)
         if legacy:  # NaN compares false, so it clips nothing
-            clip = (n + 1e-6) / max_grad_norm
-            return clip if clip > 1 else 1.0
+            by = (n + 1e-6) / max_grad_norm
+            return by if by > 1 else 1.0
         # optax.clip_by_global_norm: a NaN norm makes every gradient NaN.
         return np.maximum(n, max_grad_norm) / max_grad_norm
 
     def leaf(t, lr, wd, g, p, m, v):
-        c1 = 1 - b1**t if bias_correction else 1.0
-        c2 = 1 - b2**t if bias_correction else 1.0
         s = g if adam_w_mode else g + wd * p
-        m = b1 * m + (1 - b1) * s
-        v = b2 * v + (1 - b2) * s * s
+        u, m, v = directed(t, s, m, v, b1, b2, 1 - b1, eps, bias_correction)
         if legacy:
+            c1, c2 = (1 - b1**t, 1 - b2**t) if bias_correction else (1.0, 1.0)
             denom = np.sqrt(v + eps) if eps_inside_sqrt else np.sqrt(v) + eps
             return p - lr * np.sqrt(c2) / c1 * (m / denom + wd * p), m, v
-        u = (m / c1) / (np.sqrt(v / c2) + eps)
         return p - lr * (u + wd * p if adam_w_mode else u), m, v
 
-    return _run(
-        leaf, MOMENTS, params, grads, learning_rate, weight_decay, divisor, **how
-    )
+    return _run(leaf, MOMENTS, params, grads, learning_rate, weight_decay, clip, **how)
 
 
 def fused_sgd(
@@ -160,9 +164,8 @@ def fused_sgd(
         return p - lr * d, *trace
 
     fields = {"trace": np.zeros_like} if momentum else {}
-    for p, state in _run(
-        leaf, fields, params, grads, learning_rate, weight_decay, **how
-    ):
+    steps = _run(leaf, fields, params, grads, learning_rate, weight_decay, **how)
+    for p, state in steps:
         yield Result(p, {"trace": None} | state)
 
 
@@ -185,26 +188,19 @@ def fused_lamb(
     """FusedLAMB (section 8.5)."""
     b3 = 1 - b1 if grad_averaging else 1.0
 
-    def divisor(g):
+    def clip(g):
         n = global_norm(g)
         # A NaN compares false, so it clips nothing.
         return n / max_grad_norm if max_grad_norm and n > max_grad_norm else 1.0
 
     def leaf(t, lr, wd, g, p, m, v):
-        c1 = 1 - b1**t if bias_correction else 1.0
-        c2 = 1 - b2**t if bias_correction else 1.0
         s = g if adam_w_mode else g + wd * p
-        m = b1 * m + b3 * s
-        v = b2 * v + (1 - b2) * s * s
-        u = (m / c1) / (np.sqrt(v / c2) + eps)
-        if adam_w_mode:
-            u = u + wd * p
+        u, m, v = directed(t, s, m, v, b1, b2, b3, eps, bias_correction)
+        u = u + wd * p if adam_w_mode else u
         has_ratio = (use_nvlamb or wd != 0) and norm(p) != 0 and norm(u) != 0
         return p - (lr * norm(p) / norm(u) if has_ratio else lr) * u, m, v
 
-    return _run(
-        leaf, MOMENTS, params, grads, learning_rate, weight_decay, divisor, **how
-    )
+    return _run(leaf, MOMENTS, params, grads, learning_rate, weight_decay, clip, **how)
 
 
 def fused_novograd(

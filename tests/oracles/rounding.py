@@ -42,7 +42,5 @@ def rounded(x: np.ndarray, random: np.ndarray) -> np.ndarray:
     unit = np.ldexp(1.0, exponent - 7)
     below = np.floor(size / unit) * unit
     gone = (size - below) / unit * 65536
-    near = below + np.where(gone + random >= 65536, unit, 0)
-    return np.copysign(
-        np.where(np.isfinite(x), np.minimum(near, largest), np.abs(x)), x
-    )
+    near = np.minimum(below + np.where(gone + random >= 65536, unit, 0), largest)
+    return np.copysign(np.where(np.isfinite(x), near, np.abs(x)), x)

@@ -159,9 +159,8 @@ def _joined(results: Any) -> Any:
     def is_split(x):
         return isinstance(x, pk.Weight) and x.kind == "split"
 
-    return jax.tree.map(
-        lambda x: x.value if is_split(x) else x, results, is_leaf=is_split
-    )
+    join = lambda x: x.value if is_split(x) else x  # noqa: E731
+    return jax.tree.map(join, results, is_leaf=is_split)
 
 
 def _assert_close(x, y):

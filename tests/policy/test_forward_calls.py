@@ -147,9 +147,8 @@ def test_apply_fn_takes_a_method_as_in_flax(level, method):
 
     out, sown = jax.jit(forward)(state.params, X)
     expected, plain = model.apply({"params": params}, X, **call)
-    assert out.dtype == jnp.float32 and jax.tree.structure(sown) == jax.tree.structure(
-        plain
-    )
+    assert out.dtype == jnp.float32
+    assert jax.tree.structure(sown) == jax.tree.structure(plain)
     np.testing.assert_allclose(out, expected, atol=0.05)
     (product,) = programs.products(forward, state.params, X)
     assert product.lhs == ("bfloat16" if level == "O5" else "float16")

@@ -152,9 +152,8 @@ def test_a_value_that_means_nothing_is_refused(name):
 
 
 def test_all_complaints_are_made_at_once_and_no_others():
-    mixed = complaints(
-        "O2", patch_functions=True, keep_batchnorm_fp32="maybe", loss_scale=-2
-    )
+    three = {"patch_functions": True, "keep_batchnorm_fp32": "maybe", "loss_scale": -2}
+    mixed = complaints("O2", **three)
     for line, words in zip(mixed, ("'maybe'", "-2", "patch_functions"), strict=True):
         assert words in line
     assert issubclass(jamp.OptLevelError, ValueError)

@@ -163,9 +163,7 @@ def sent(level, fp8):
     def placed(x):
         axis = next((i for i, n in enumerate(x.shape) if n % 64 == 0), None)
         spec = P() if x.ndim < 2 else P(*[None] * axis, "d")
-        return jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
-        )
+        return x.update(sharding=NamedSharding(mesh, spec))
 
     state = jax.tree.map(placed, state_of(level, fp8))
     rows = NamedSharding(mesh, P("d"))

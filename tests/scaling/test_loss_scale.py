@@ -97,9 +97,8 @@ def test_update_matches_oracle_on_any_sequence(rule, flags):
     assert_same(rule, run(ours(rule), np.array(flags)), run_oracle(rule, flags))
 
 
-SCALES = st.integers(-126, 126).map(lambda k: 2.0**k) | st.floats(
-    2.0**-126, 2.0**126, width=32
-)
+POWERS = st.integers(-126, 126).map(lambda k: 2.0**k)
+SCALES = POWERS | st.floats(2.0**-126, 2.0**126, width=32)
 SETTINGS = st.builds(
     lambda scales, floor, **rest: oracle.Rule(
         min_scale=scales[0] if floor else None,

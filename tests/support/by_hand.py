@@ -86,9 +86,8 @@ def mixed_init(variables: PyTree, tx: Any, dtype: DTypeLike) -> MixedState:
 
 def _halve(masters: PyTree, dtype: DTypeLike) -> PyTree:
     def cast(path, master):
-        return (
-            None if "BatchNorm" in jax.tree_util.keystr(path) else master.astype(dtype)
-        )
+        is_kept = "BatchNorm" in jax.tree_util.keystr(path)
+        return None if is_kept else master.astype(dtype)
 
     return jax.tree.map_with_path(cast, masters)
 

@@ -71,9 +71,8 @@ class Transformer(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: Array) -> Array:
-        places = self.param(
-            "places", nn.initializers.normal(0.02), (self.length, self.width)
-        )
+        shape = self.length, self.width
+        places = self.param("places", nn.initializers.normal(0.02), shape)
         x = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(tokens)
         x += places[: tokens.shape[1]].astype(x.dtype)
         mask = nn.make_causal_mask(tokens)
