@@ -333,6 +333,11 @@ class _ByHand(_Interpreter):
     ) -> list[Value]:
         return super().one_kernel(eqn, ins, *(dtypes if self.loops else [self.half]))
 
+    def _jit(self, eqn: jc.JaxprEqn, ins: list[Value]) -> list[Value]:
+        if eqn.params["name"] in ONE_KERNEL:  # JAX has none
+            return self.run(eqn.params["jaxpr"], ins)
+        return super()._jit(eqn, ins)
+
     def _scan(self, eqn: jc.JaxprEqn, ins: list[Value]) -> list[Value]:
         consts, carried, _ = (len(list(p)) for p in eqn.params["ft_in"].unpack())
         entering = []

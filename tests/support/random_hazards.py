@@ -39,10 +39,6 @@ def loop(update: Callable, **options: Any) -> Layer:
     return layer
 
 
-def log_space(h: Array, x: Array, d: Data) -> Array:
-    return nn.logsumexp(h[:, :, None] + d.w, axis=1) + jnp.tanh(x)
-
-
 def leaky(h: Array, x: Array, d: Data) -> Array:
     decay = nn.sigmoid(d.bias)
     return decay * h + (1 - decay) * x
@@ -58,32 +54,12 @@ def one_by_one(a: Array, c: Array, d: Data) -> Array:
     return lax.fori_loop(0, a.shape[1], step, a)
 
 
-def counted(a: Array, c: Array, d: Data) -> Array:
-    step = lambda k, h: h + (c @ d.w) / (k + 1)  # noqa: E731
-    return lax.fori_loop(0, 4, step, a @ d.w)
-
-
-# ---- lookups
-
-
 def slices(a: Array, c: Array, d: Data) -> Array:
     def row(a, c, i):
         part = lax.dynamic_slice_in_dim(c, i[0] % 3, 2)
         return lax.dynamic_update_slice_in_dim(a, part, i[1] % 3, 0)
 
     return jax.vmap(row)(a, c @ d.w, d.i)
-
-
-def straight_through(a: Array, c: Array, d: Data) -> Array:
-    return a + lax.stop_gradient(d.table[d.i] - a) + c @ d.w
-
-
-def segment_max(a: Array, c: Array, d: Data) -> Array:
-    rows = (a @ d.w).reshape(-1, a.shape[-1])
-    return jax.ops.segment_max(rows, d.i.ravel(), 10)[d.i]
-
-
-# ---- custom rules
 
 
 def sine(a: Array, c: Array, d: Data) -> Array:
@@ -131,8 +107,6 @@ def norm(a: Array, c: Array, d: Data) -> Array:
     return fn(a @ d.w) * d.scale
 
 
-# ---- jits and refs
-
 tanh_layer = jax.jit(lambda a, w: jnp.tanh(a @ w))
 two_layers = jax.jit(lambda a, w: tanh_layer(tanh_layer(a, w), w.T))
 gelu = jax.jit(nn.gelu)
@@ -171,9 +145,6 @@ def sum_in_ref(a: Array, c: Array, d: Data) -> Array:
     return jax.freeze(held)
 
 
-# ---- Fourier transforms and sorts
-
-
 def circular(a: Array, c: Array, d: Data) -> Array:
     both = jnp.fft.rfft(a @ d.w, axis=1) * jnp.fft.rfft(jnp.tanh(c), axis=1)
     return jnp.fft.irfft(both, n=a.shape[1], axis=1)
@@ -184,25 +155,9 @@ def spectrum(a: Array, c: Array, d: Data) -> Array:
     return jnp.sqrt(found.real**2 + found.imag**2 + 1)
 
 
-def rotated(a: Array, c: Array, d: Data) -> Array:
-    return (lax.complex(a @ d.w, a) * jnp.exp(1j * jnp.tanh(c))).real
-
-
-def by_key(a: Array, c: Array, d: Data) -> Array:
-    return lax.sort((d.exact, a @ d.w), num_keys=1, dimension=1)[1]
-
-
-# ---- linear algebra
-
-
 def positive(a: Array, d: Data) -> Array:
     rows = jnp.tanh(a @ d.w)
     return rows @ jnp.swapaxes(rows, 1, 2) / a.shape[-1] + jnp.eye(a.shape[1])
-
-
-def triangular(a: Array, c: Array, d: Data) -> Array:
-    lower = jnp.linalg.cholesky(positive(a, d))
-    return jax.scipy.linalg.solve_triangular(lower, c @ d.w, lower=True)
 
 
 HAZARDS: dict[str, Layer] = {
@@ -216,17 +171,25 @@ HAZARDS: dict[str, Layer] = {
     "set_row": lambda a, c, d: a.at[:, d.i[0, 0] % 4].set((c @ d.w)[:, 0]),
     "multiply_row": lambda a, c, d: a.at[:, 1].multiply(jnp.tanh(c @ d.w)[:, 1]),
     "slices": slices,
-    "straight_through": straight_through,
-    "segment_max": segment_max,
+    "straight_through": lambda a, c, d: (
+        a + lax.stop_gradient(d.table[d.i] - a) + c @ d.w
+    ),
+    "segment_max": lambda a, c, d: jax.vmap(
+        lambda a, i: jax.ops.segment_max(a @ d.w, i, 10)[i]
+    )(a, d.i),
     # loops
     "running_sum": loop(lambda h, x, d: h + x / 8),
     "decay": loop(lambda h, x, d: 0.9 * h + x @ d.w, reverse=True),
     "running_max": loop(lambda h, x, d: jnp.maximum(h, x)),
-    "log_space": loop(log_space),
+    "log_space": loop(
+        lambda h, x, d: nn.logsumexp(h[:, :, None] + d.w, axis=1) + jnp.tanh(x)
+    ),
     "leaky": loop(leaky),
     "over_layers": over_layers,
     "one_by_one": one_by_one,
-    "counted": counted,
+    "counted": lambda a, c, d: lax.fori_loop(
+        0, 4, lambda k, h: h + (c @ d.w) / (k + 1), a @ d.w
+    ),
     "cummax": lambda a, c, d: lax.cummax(a @ d.w, axis=1) + c,
     "cumprod": lambda a, c, d: jnp.cumprod(1 + jnp.tanh(a @ d.w) / 8, 1),
     "cumlogsumexp": lambda a, c, d: lax.cumlogsumexp(a @ d.w, axis=1),
@@ -253,8 +216,10 @@ HAZARDS: dict[str, Layer] = {
     # Fourier transforms and sorts
     "circular": circular,
     "spectrum": spectrum,
-    "rotated": rotated,
-    "by_key": by_key,
+    "rotated": lambda a, c, d: (
+        (lax.complex(a @ d.w, a) * jnp.exp(1j * jnp.tanh(c))).real
+    ),
+    "by_key": lambda a, c, d: lax.sort((d.exact, a @ d.w), dimension=1)[1],
     "argsort": lambda a, c, d: jnp.take_along_axis(a, jnp.argsort(d.exact, 1), 1) @ d.w,
     "sorted": lambda a, c, d: jnp.sort(a @ d.w, -1) + c,
     "median": lambda a, c, d: jnp.median(a @ d.w, 1, keepdims=True) + c,
@@ -264,7 +229,9 @@ HAZARDS: dict[str, Layer] = {
     "inverse": lambda a, c, d: jnp.linalg.inv(positive(a, d)) @ c,
     "eigenvalues": lambda a, c, d: jnp.linalg.eigvalsh(positive(a, d))[..., None] * c,
     "log_det": lambda a, c, d: a + jnp.linalg.slogdet(positive(c, d))[1][:, None, None],
-    "triangular": triangular,
+    "triangular": lambda a, c, d: jax.scipy.linalg.solve_triangular(
+        jnp.linalg.cholesky(positive(a, d)), c @ d.w, lower=True
+    ),
     "qr": lambda a, c, d: jnp.linalg.qr(positive(a, d))[1] @ c,
     "singular": lambda a, c, d: (
         jnp.linalg.svd(positive(a, d), compute_uv=False)[..., None] + c
