@@ -19,7 +19,7 @@ from jamp._policy.levels import LEVELS
 from jamp._scaling.rules import LossScaleRule, LossScaleState, check_single
 from jamp._state.amp_state import AmpState, extra_fields
 from jamp._state.group import groups_of, master_params, pack_groups
-from jamp._state.loading import array_fields, load_weights
+from jamp._state.loading import array_fields, load_weight
 
 VERSION = 1
 _SCALER_NAMES = ("loss_scale", *LossScaleState._fields[1:])
@@ -106,13 +106,13 @@ def from_checkpoint(state: AmpState, checkpoint: PyTree) -> AmpState:
     check_single(state, "jamp.from_checkpoint(state, checkpoint)")
     expected = jax.eval_shape(to_checkpoint, state)
     found = _read(checkpoint, state, expected)
-    _check_found(found, expected, state)
+    _check_found(found, expected)
     originals = from_names(state.params, found["params"])
     inner = from_names(_inner_states(state), found["opt_state"])
     read = {}
     for key, group in groups_of(state).items():
         leaves = jax.tree.leaves(groups.get(originals, key))
-        weights = load_weights(group.weights, group.layout.pick(leaves))
+        weights = list(map(load_weight, group.weights, group.layout.pick(leaves)))
         new = {"weights": weights, "inner_state": groups.get(inner, key)}
         read[key] = group._replace(leaves=leaves, **new)
     others = {name: found[name] for name in (*_COUNTERS, "step")}
@@ -221,9 +221,7 @@ def _zeros(expected: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     return {name: jax.tree.map(jnp.zeros_like, expected[name]) for name in names}
 
 
-def _check_found(
-    found: dict[str, Any], expected: dict[str, Any], state: AmpState
-) -> None:
+def _check_found(found: dict[str, Any], expected: dict[str, Any]) -> None:
     """Raises if the checkpoint does not fit the state, or has impossible numbers."""
     given, wanted = _scalers(found), _scalers(expected)
     if given and given != wanted:

@@ -3,7 +3,6 @@
 Flax would put any value into a target, such as float16 params into a bfloat16 state.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -53,7 +52,7 @@ def load(state: TrainState, params: PyTree, reset_optimizer: bool) -> dict[str, 
             wide = list(map(widen, group.leaves))
             group = with_first_masters(group, wide, groups.get(state.tx, key))
         leaves = jax.tree.leaves(groups.get(params, key))
-        weights = load_weights(group.weights, group.layout.pick(leaves))
+        weights = list(map(load_weight, group.weights, group.layout.pick(leaves)))
         group = group._replace(leaves=leaves, weights=weights)
         resets = reset_optimizer and group.tx is not None
         loaded[key] = init_optimizer(group) if resets else group
@@ -73,14 +72,7 @@ def has_values(*trees: PyTree) -> bool:
     return all(isinstance(x, ARRAY_LIKE) for x in jax.tree.leaves(trees))
 
 
-def load_weights(
-    weights: Sequence[Weight], trained: Sequence[jax.Array]
-) -> list[Weight]:
-    """Returns weights with other values, in float32 or half."""
-    return list(map(_load_weight, weights, trained))
-
-
-def _load_weight(old: Weight, new: jax.Array) -> Weight:
+def load_weight(old: Weight, new: jax.Array) -> Weight:
     """Returns a param whose value is now `new`, with its master.
 
     A half value that equals the old one keeps the digits of its master, so that

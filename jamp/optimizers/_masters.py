@@ -58,6 +58,11 @@ class MasterWeights(Transformation):
     """The result of `master_weights`: optax's pair, with the wrapped transformation."""
 
     @property
+    def inner(self) -> optax.GradientTransformation:
+        """The transformation that steps the masters."""
+        return self.rule.tx
+
+    @property
     def store_remainder(self) -> bool:
         """Whether masters are stored as the low bits that the params lack."""
         return self.rule.store_remainder

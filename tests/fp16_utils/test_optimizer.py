@@ -39,7 +39,7 @@ def assert_as_amp(optimizer, rule, xs, where="jit", passes=1):
 
     options = {"keep_fp32": "norm", "loss_scale": rule, "verbosity": 0}
     masters = jax.tree.map(lambda p: p.astype(F32), params())
-    amp = jamp.initialize(masters, optimizer.optimizer.rule.tx, "O2", **options)
+    amp = jamp.initialize(masters, optimizer.optimizer.inner, "O2", **options)
     theirs = run(amp_step, amp, in_groups(xs, passes), where)
     mine = steps(optimizer, optimizer.init(params()), xs, where, passes)
     for a, b in zip(mine, theirs, strict=True):
