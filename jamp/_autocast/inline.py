@@ -21,24 +21,24 @@ _MOST = 1000  # calls that share programs may stand for any number of equations
 
 def inlined(jaxpr: jc.Jaxpr, scope: Scope) -> jc.Jaxpr:
     """Returns a program with the equations of these calls in place of the calls."""
-    key = "inlined", jaxpr, bool(scope.library)
+    key = "inlined", jaxpr, bool(scope.library), scope.may_hold
     if key not in scope.written:
         scope.written[key] = _inlined(jaxpr, scope)
     return scope.written[key]
 
 
 def _inlined(jaxpr: jc.Jaxpr, scope: Scope) -> jc.Jaxpr:
-    if not any(_is_inlined(eqn) for eqn in jaxpr.eqns):
+    if not any(_is_inlined(eqn, scope) for eqn in jaxpr.eqns):
         return jaxpr
     eqns: list[jc.JaxprEqn] = []
     values: dict[Any, Any] = {}  # the result of a call -> the inlined value
     consts = dict(zip(jaxpr.constvars, jaxpr.consts, strict=True))
     for eqn in jaxpr.eqns:
         eqn = _reading(eqn, values)
-        if not _is_inlined(eqn):
+        if not _is_inlined(eqn, scope):
             eqns.append(eqn)
             continue
-        inside = scope.scope_of_programs(eqn)
+        inside = scope.scope_of_programs(eqn)._replace(may_hold=scope.may_hold)
         program = inlined(eqn.params["jaxpr"], inside)
         consts.update(zip(program.constvars, program.consts, strict=True))
         mark = inside.names.removeprefix(name_stack(scope, eqn)).strip("/")
@@ -60,8 +60,15 @@ def _inlined(jaxpr: jc.Jaxpr, scope: Scope) -> jc.Jaxpr:
     )
 
 
-def _is_inlined(eqn: jc.JaxprEqn) -> bool:
+def _is_inlined(eqn: jc.JaxprEqn, scope: Scope) -> bool:
+    """Returns whether a call is inlined.
+
+    JAX moves arrays that a checkpoint closes over out of it, but leaves those that a
+    `jit` in it closes over in the `jit`. So there, such a call stays.
+    """
     if eqn.primitive.name != "jit" or not jax_internals.is_bare_jit(eqn):
+        return False
+    if eqn.params["jaxpr"].consts and not scope.may_hold:
         return False
     has_float32 = any(map(is_float32, (*eqn.invars, *eqn.outvars)))
     return has_float32 and _equations_in(eqn.params["jaxpr"]) <= _MOST

@@ -68,6 +68,7 @@ class Scope(NamedTuple):
     derived: bool = False  # whether it is in a function with a custom derivative
     within: Source = Source.DATA  # the sources of values about which nothing is known
     carried: bool = False  # whether a loop carries unknown values in float32
+    may_hold: bool = True  # whether JAX allows the program to hold constant arrays
     written: dict[Any, Any] = {}  # the programs rewritten in this call of `autocast`
 
     @property
@@ -84,12 +85,13 @@ class Scope(NamedTuple):
     def scope_of_programs(self, eqn: jc.JaxprEqn) -> "Scope":
         """Returns the scope of the programs that an equation contains."""
         names = name_stack(self, eqn)
+        may_hold = eqn.primitive.name in ("jit", "scan", "while", "cond")
+        self = self._replace(names=names, may_hold=may_hold)
         if any(frame.has_derivative for frame in frames_of(eqn)):
-            return self._replace(names=names, derived=True)
+            return self._replace(derived=True)
         if eqn.primitive.name != "jit":
             # JAX cannot differentiate a `while` in reverse mode.
-            loop = self.loop or eqn.primitive.name == "scan"
-            return self._replace(names=names, loop=loop)
+            return self._replace(loop=self.loop or eqn.primitive.name == "scan")
         lists, library, name = self.policy.lists, self.library, eqn.params["name"]
         path = jax_internals.jitted_function(eqn)
         rule = rule_of_function(lists, name, is_jax=bool(path))

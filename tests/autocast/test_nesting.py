@@ -42,6 +42,20 @@ def disabling(fn):
     return call
 
 
+@pytest.mark.parametrize("name", AROUND)
+def test_a_jitted_function_may_close_over_an_array(name):
+    """A checkpoint and a `shard_map` hold no arrays; a `jit` in them does."""
+    row = jnp.arange(1.0, 9.0)
+    scaled = jax.jit(lambda y: jnp.tanh(y) * row)
+
+    def both(cast):
+        fn = cast(AROUND[name](lambda x: scaled(x @ W)))
+        return fn(W), jax.jit(jax.grad(lambda x: fn(x).sum()))(W)
+
+    for got, expected in zip(both(half), both(lambda fn: fn), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=0.02, atol=0.02)
+
+
 POLICIES = jax.checkpoint_policies
 LABELS = jnp.arange(8)
 
