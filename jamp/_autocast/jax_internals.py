@@ -178,16 +178,20 @@ def is_bare_jit(eqn: jc.JaxprEqn) -> bool:
     Other `jit`s set shardings, layouts or compiler options, donate operands, or have
     effects, which refer to operands by position.
     """
-    params = eqn.params
-    shardings = *params["in_shardings"], *params["out_shardings"]
-    layouts = *params["in_layouts"], *params["out_layouts"]
-    return not (
-        eqn.effects
-        or any(type(s).__name__ != "UnspecifiedValue" for s in shardings)
-        or any(layout is not None for layout in layouts)
-        or any(params["donated_invars"])
-        or params["compiler_options_kvs"]
-    )
+    options = [free.issuperset(eqn.params[name]) for name, free in _without_options()]
+    return not eqn.effects and all(options)
+
+
+@functools.cache
+def _without_options() -> list[tuple[str, frozenset[Any]]]:
+    """Returns the values of a `jit`'s parameters if it has no options.
+
+    Each option is a tuple, with one entry for each operand or each setting.
+    """
+    with jax.disable_jit(False):
+        (call,) = jax.make_jaxpr(jax.jit(jnp.negative))(0.0).eqns
+    named = call.params.items()
+    return [(name, frozenset(v)) for name, v in named if isinstance(v, tuple)]
 
 
 def with_scopes(eqn: jc.JaxprEqn, stack: Sequence[Any]) -> jc.JaxprEqn:
