@@ -211,30 +211,6 @@ def scan_counts(eqn: jc.JaxprEqn) -> tuple[int, int]:
     return len(list(consts)), len(list(carry))
 
 
-def with_fewer_consts(
-    eqn: jc.JaxprEqn,
-    body: jc.Jaxpr,
-    eqns: Sequence[jc.JaxprEqn],
-    consts: dict[Any, Any],
-) -> jc.JaxprEqn:
-    """Returns a scan with other equations, and with at most as many constants.
-
-    `eqns` replace the equations of its `body`. `consts` maps each constant of the body
-    to the operand outside.
-    """
-    before, _ = scan_counts(eqn)
-    body = body.replace(
-        invars=[*consts, *body.invars[before:]],
-        eqns=list(eqns),
-        debug_info=body.debug_info.with_unknown_names(),
-    )
-    keep = [not len(consts) <= i < before for i in range(len(eqn.invars))]
-    operands = eqn.params["ft_in"].filter_with_mask(keep)
-    params = {**with_programs(eqn, [body]), "ft_in": operands}
-    invars = [*consts.values(), *eqn.invars[before:]]
-    return eqn.replace(invars=invars, params=params)
-
-
 def while_programs(eqn: jc.JaxprEqn) -> tuple[jc.Jaxpr, jc.Jaxpr, int, int]:
     """Returns the condition, the body, and how many constants each takes.
 
