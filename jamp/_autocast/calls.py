@@ -19,7 +19,7 @@ from jax.extend.core import primitives
 from jax.sharding import AxisType
 
 from jamp._autocast.frames import with_equations
-from jamp._autocast.jax_internals import at_place, with_scopes
+from jamp._autocast.jax_internals import at_place, scopes, unnamed, with_scopes
 
 
 class Replacement(NamedTuple):
@@ -131,20 +131,18 @@ def checkpointed(
     `programs` caches the program. Equations that differ only in their variables share
     one program, which JAX differentiates once.
     """
-    stacks = [eqn.source_info.name_stack.stack for eqn in eqns]
-    common = os.path.commonprefix(stacks)
-    scopes = len(common)
-    key = _structure(eqns, [*invars, *outvars], scopes)
+    stacks = list(map(scopes, eqns))
+    common = len(os.path.commonprefix([names.stack for names in stacks]))
+    key = _structure(eqns, [*invars, *outvars], common)
     inner = programs.get(key)
     if inner is None:
         inner = with_equations(
-            around,
-            [with_scopes(e, s[scopes:]) for e, s in zip(eqns, stacks, strict=True)],
+            unnamed(around),
+            [with_scopes(e, s[common:]) for e, s in zip(eqns, stacks, strict=True)],
             constvars=[],
             invars=list(invars),
             outvars=list(outvars),
             effects=set(),
-            debug_info=around.debug_info.with_unknown_names(),
         )
         if key is not None:
             programs[key] = inner
@@ -157,11 +155,11 @@ def checkpointed(
     new = jc.new_jaxpr_eqn(
         list(invars), list(outvars), primitives.remat_p, params, set()
     )
-    return at_place(new, with_scopes(eqns[-1], common))
+    return at_place(new, with_scopes(eqns[-1], stacks[-1][:common]))
 
 
 def _structure(
-    eqns: Sequence[jc.JaxprEqn], variables: Sequence[jc.Var], scopes: int
+    eqns: Sequence[jc.JaxprEqn], variables: Sequence[jc.Var], common: int
 ) -> Any:
     """Returns a key of equations that ignores variable names and outer name scopes.
 
@@ -177,7 +175,7 @@ def _structure(
     parts: list[Any] = [tuple(map(key_of, variables))]
     for eqn in eqns:
         atoms = tuple(map(key_of, eqn.invars)), tuple(map(key_of, eqn.outvars))
-        place = eqn.source_info.traceback, eqn.source_info.name_stack.stack[scopes:]
+        place = eqn.source_info.traceback, scopes(eqn)[common:]
         params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
         parts.append((eqn.primitive, params, atoms, place, eqn.ctx))
     try:

@@ -25,12 +25,6 @@ from jamp._autocast.frames import (
     Frame,
     with_programs,
 )
-from jamp._autocast.hijax import (
-    fwd_consts,
-    hi_primitive,
-    with_jvp_rule,
-    with_vjp_rules,
-)
 from jamp._autocast.loops import half_carries
 from jamp._autocast.marks import traced_for
 from jamp._autocast.origins import origin_of_unknown
@@ -205,8 +199,6 @@ def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> No
     found, values = _called(rewriter, eqn, frames[0], operands)
     inner = found.written()
     results = in_dtypes(values, recorded(inner.outvars))
-    prim = hi_primitive(eqn)
-    consts = 0 if prim is not None else derivatives.custom_consts(eqn)
 
     # JAX calls this when it differentiates, and only then traces the user's rule.
     def write(jaxpr: jc.Jaxpr, absent: Sequence[bool], zeros: Sequence[bool]):
@@ -214,7 +206,7 @@ def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> No
         # integer's tangent is a float0.
         # Half operands vote for half, as in the function. Then relu's derivative reads
         # relu's own half operand, and JAX saves no other residual.
-        incoming = _with_tangents(operands[consts:], absent)
+        incoming = _with_tangents(operands, absent)
         given = [
             x._replace(
                 dtype=x.dtype if is_float(v) else dtype_of(v),
@@ -227,11 +219,9 @@ def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> No
         return _program(rewriter, eqn, jaxpr, given).written(outs)
 
     tracing = _tracing(rewriter, eqn)
-    if prim is not None:
-        params = {"_prim": with_jvp_rule(prim, inner, write, tracing)}
-    else:
-        params = derivatives.with_custom_jvp(eqn, inner, write, tracing)
-    rewriter.emit(eqn, [value.dtype for value in operands], results, params)
+    function = derivatives.custom_jvp(eqn, inner, write, tracing)
+    ins = [value.dtype for value in operands]
+    rewriter.emit_function(eqn, function, ins, results)
 
 
 def _with_tangents[T](of_primals: Sequence[T], zeros: Sequence[bool]) -> list[T]:
@@ -252,18 +242,12 @@ def _custom_vjp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> No
     # a derivative, like the values that the function itself closes over.
     free = [v for v in derivatives.closed_over(eqn) if v in rewriter.versions]
     free = free if not eqn.effects else []  # effects refer to operands by position
-    tracing, prim = _tracing(rewriter, eqn), hi_primitive(eqn)
-    if prim is not None:
-        run = functools.partial(derivatives.run_rule, write, tracing, free)
-        params = {"_prim": with_vjp_rules(prim, inner, run, free)}
-        _, place = fwd_consts(prim)
-    else:
-        params = derivatives.with_custom_vjp(eqn, inner, write, tracing, free)
-        place = derivatives.custom_consts(eqn)
-    passed = [_stopped(rewriter, v) for v in free]
-    invars = [*eqn.invars[:place], *passed, *eqn.invars[place:]]
-    eqn = eqn.replace(invars=invars)
-    rewriter.emit_recorded(eqn, params)
+    tracing = _tracing(rewriter, eqn)
+    run = functools.partial(derivatives.run_rule, write, tracing, free)
+    function = derivatives.custom_vjp(eqn, inner, run, len(free))
+    eqn = eqn.replace(invars=[*eqn.invars, *(_stopped(rewriter, v) for v in free)])
+    results = rewriter.values.recorded(eqn)
+    rewriter.emit_function(eqn, function, recorded(eqn.invars), results)
 
 
 def _kept(

@@ -1,12 +1,12 @@
-"""Rewrites the rules of custom derivatives, using undocumented parts of JAX.
+"""Writes functions with custom derivatives again, by `jax.custom_jvp` and `custom_vjp`.
 
     y = custom_jvp_call[call_jaxpr=f jvp_jaxpr_fun=rule] x
-    y = custom_jvp_call[call_jaxpr=f' jvp_jaxpr_fun=(traces and rewrites rule)] x
+    y = jax.custom_jvp(f')(x), whose rule traces and rewrites the user's rule
 
 The equation of a function with custom derivatives holds the user's rules as Python
-functions. JAX traces them when it differentiates. This file wraps the rules, and the
-wrapper rewrites the traced program. JAX still chooses which derivatives to take. This
-file extends `jax_internals`, and the tests check each fact about JAX here too.
+functions. JAX traces them when it differentiates. The rules of the new function trace
+the user's rules, rewrite the traced programs and run them. JAX still chooses which
+derivatives to take. The tests check each fact about JAX that this file needs.
 """
 
 import contextlib
@@ -14,17 +14,22 @@ import functools
 import itertools
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
-from jax.custom_derivatives import SymbolicZero
+from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.extend import core as jc, linear_util
+from jax.interpreters import ad
 from jaxtyping import PyTree
 
 from jamp._autocast.frames import frames_of, once_per_program, with_programs
-from jamp._autocast.hijax import Trace, hi_primitive
+from jamp._autocast.hijax import hi_primitive
 from jamp._autocast.traced import traced
+
+type Trace = Callable[[], AbstractContextManager[None]]
 
 
 @contextlib.contextmanager
@@ -51,94 +56,196 @@ def has_rules(program: jc.Jaxpr) -> bool:
     return any(f.has_derivative or has_rules(f.program) for f in frames)
 
 
-def custom_consts(eqn: jc.JaxprEqn) -> int:
-    """Returns how many operands of a custom function come from its closure.
+def custom_jvp(
+    eqn: jc.JaxprEqn, program: jc.Jaxpr, write: Callable[..., jc.Jaxpr], tracing: Trace
+) -> Callable[..., Any]:
+    """Returns a function with a rewritten program and JVP rule, to replace `eqn`.
 
-    They are the first operands, and the user's rule does not take them.
-    """
-    return eqn.params["num_consts"]
-
-
-def with_custom_jvp(
-    eqn: jc.JaxprEqn,
-    program: jc.Jaxpr,
-    write: Callable[..., jc.Jaxpr],
-    tracing: Trace,
-) -> dict[str, Any]:
-    """Returns the parameters of a `custom_jvp_call` with rewritten programs.
-
-    JAX traces the user's rule when it differentiates. The traced program takes and
-    returns all primals, and the tangents that are not symbolic zeros.
-
-    `write(program, absent, zeros)` rewrites the traced rule. The two lists say which
+    The traced rule takes and returns all primals, and the tangents that are not
+    symbolic zeros. `write(program, absent, zeros)` rewrites it. The two lists say which
     arguments and which results have a symbolic zero tangent. `tracing` is the context
     of the trace.
     """
-    rule = eqn.params["jvp_jaxpr_fun"]
+    rule, symbolic_zeros = _jvp_rule(eqn)
 
-    @functools.cache
-    def written(*absent: bool):
+    def derivative(primals: Sequence[Any], dots: Sequence[Any]) -> tuple[Any, Any]:
+        absent = list(map(_is_zero, dots))
+        # JAX traces the rule in the dtypes of the user's program.
+        avals: list[Any] = [v.aval for v in eqn.invars]
+        types = [aval.to_tangent_aval() for aval in avals]
+        given = [
+            SymbolicZero(t) if zero else t
+            for t, zero in zip(types, absent, strict=True)
+        ]
         with tracing():
-            jaxpr, consts, zeros = rule.call_wrapped(*absent)
-        jaxpr = write(_closed(jaxpr, consts), absent, zeros)
-        return jaxpr, jaxpr.consts, zeros
+            jaxpr, _, rebuild = traced(rule, (avals, given), lambda x: not _is_zero(x))
+        _, results = rebuild(jaxpr.outvars)
+        written = write(jaxpr, absent, list(map(_is_zero, results)))
+        values = [*primals, *(t for t in dots if not _is_zero(t))]
+        outs, results = rebuild(jc.jaxpr_as_fun(written)(*values))
+        # JAX requires that a symbolic zero has the dtype of its primal.
+        return outs, [
+            SymbolicZero.from_primal_value(out) if _is_zero(t) else t
+            for out, t in zip(outs, results, strict=True)
+        ]
 
-    return {**with_programs(eqn, [program]), "jvp_jaxpr_fun": _wrapped(written, rule)}
+    function = jax.custom_jvp(jc.jaxpr_as_fun(program))
+    function.defjvp(derivative, symbolic_zeros=symbolic_zeros)
+    return function
 
 
-def with_custom_vjp(
-    eqn: jc.JaxprEqn,
-    program: jc.Jaxpr,
-    write: Callable[[jc.Jaxpr], jc.Jaxpr],
-    tracing: Trace,
-    free: Sequence[jc.Var],
-) -> dict[str, Any]:
-    """Returns the parameters of a `custom_vjp_call` with rewritten programs.
+def _jvp_rule(eqn: jc.JaxprEqn) -> tuple[Callable[..., Any], bool]:
+    """Returns the user's rule, and whether it takes symbolic zeros.
 
-    JAX traces the user's `fwd` when it differentiates, for the perturbed arguments.
-    `fwd` returns the residuals and then the outputs. It omits a residual that is an
-    unchanged operand; `out_trees` says which those are.
-
-    `write` rewrites `fwd` and `bwd`, and keeps their inputs and outputs. Both may close
-    over the variables in `free`. These become operands after the operands from the
-    function's closure, and residuals after the user's residuals.
+    The rule maps lists of primals and tangents to two such lists.
     """
-    forward, backward = eqn.params["fwd_jaxpr_thunk"], eqn.params["bwd"]
-    consts, count = custom_consts(eqn), len(free)
+    prim = hi_primitive(eqn)
+    if prim is None:
+        _, jvp = eqn.primitive.get_bind_params(eqn.params)["subfuns"]
 
-    @functools.cache
-    @advising()
-    def written_forward(*perturbed: bool):
-        with tracing():
-            traced = forward.call_wrapped(*perturbed[count:])
-        jaxpr = write(_with_inputs(_closed(*traced), free))
-        return jaxpr, jaxpr.consts
+        def rule(primals: Sequence[Any], dots: Sequence[Any]) -> Any:
+            outs = jvp.call_wrapped(*primals, *dots)
+            return outs[: len(outs) // 2], outs[len(outs) // 2 :]
 
-    def out_trees():
-        out_tree, residuals, places = eqn.params["out_trees"]()
-        more = jax.tree.structure([0] * count)
-        residuals = jax.tree_util.treedef_tuple((residuals, more))
-        moved = [p if p is None or p < consts else p + count for p in places]
-        return out_tree, residuals, [*moved, *range(consts, consts + count)]
+        return rule, eqn.params["symbolic_zeros"]
 
-    def written_backward(*args: Any):
-        # `args` are residuals, closed-over values, and cotangents or symbolic zeros.
-        # Known ones stay known: Equinox's residuals say which inputs are perturbed.
-        end = eqn.params["out_trees"]()[1].num_leaves
-        closed_over, args = args[end : end + count], args[:end] + args[end + count :]
-        # JAX wraps the user's `bwd`. The wrapper also returns values to log.
-        grads, logs = run_rule(
-            write, tracing, free, backward.call_wrapped, closed_over, *args
+    def rule_of_object(primals: Sequence[Any], dots: Sequence[Any]) -> Any:
+        given = prim.in_tree.unflatten(primals), prim.in_tree.unflatten(_inner(dots))
+        outs, dots = map(prim.out_tree.flatten_up_to, prim.jvp(*given))
+        return outs, _outer(dots)
+
+    return rule_of_object, prim.params["symbolic_zeros"]
+
+
+class _Rules(NamedTuple):
+    """The user's rules for the reverse derivative of a function, of flat lists."""
+
+    consts: int  # how many of the first operands no rule takes
+    forward: Callable[..., Any]  # perturbed, args -> results, residuals
+    backward: Callable[..., Any]  # residuals, cotangents -> gradients, logs
+    options: dict[str, Any]  # for `defvjp`
+    remat: Sequence[Callable[..., Any]] = ()  # for `defremat`
+
+
+def custom_vjp(
+    eqn: jc.JaxprEqn, program: jc.Jaxpr, run: Callable[..., Any], free: int
+) -> Callable[..., Any]:
+    """Returns a function with rewritten programs, to replace `eqn`.
+
+    Its last `free` operands are values of variables that the user's rules close over.
+    They become residuals. `run(rule, values, *args)` rewrites a rule, and calls it.
+    """
+    rules = _vjp_rules(eqn)
+    symbolic, end = rules.options["symbolic_zeros"], len(eqn.invars) - rules.consts
+
+    def forward(*args: Any) -> Any:
+        values = custom_vjp_primal_tree_values(args) if symbolic else args
+        perturbed = [x.perturbed if symbolic else True for x in args[:end]]
+        return saving(values, rules.forward, perturbed, values[:end])
+
+    def saving(values: Sequence[Any], rule: Callable[..., Any], *args: Any) -> Any:
+        results, residuals = run(rule, values[end:], *args)
+        return results, (residuals, values[end:])
+
+    def backward(rule: Callable[..., Any], residuals: Any, cotangents: Any) -> Any:
+        grads, logs = run(rule, residuals[1], residuals[0], cotangents)
+        none = [None] * free
+        return (*(None if _is_zero(g) else g for g in grads), *none), logs
+
+    def function(*operands: Any) -> Any:
+        consts, args = operands[: rules.consts], operands[rules.consts :]
+        # JAX refuses to differentiate a closed-over value.
+        own = jax.custom_vjp(
+            lambda *args: jc.jaxpr_as_fun(program)(*consts, *args[:end])
         )
-        none = [SymbolicZero(v.aval.to_tangent_aval()) for v in free]
-        return [*none, *grads], logs
+        own.defvjp_with_logs(
+            forward, functools.partial(backward, rules.backward), **rules.options
+        )
+        if rules.remat:
+            first, again, last = rules.remat
+            own.defremat_with_logs(
+                lambda *args: saving(args, first, args[:end]),
+                lambda saved, *args: saving(args, again, saved[0], args[:end]),
+                functools.partial(backward, last),
+            )
+        return own(*args)
 
-    return {
-        **with_programs(eqn, [_with_inputs(program, free, consts)]),
-        "fwd_jaxpr_thunk": _wrapped(written_forward, forward),
-        "bwd": _wrapped(written_backward, backward),
-        "out_trees": out_trees,
+    return function
+
+
+def _vjp_rules(eqn: jc.JaxprEqn) -> _Rules:
+    prim = hi_primitive(eqn)
+    return _rules_of_equation(eqn) if prim is None else _rules_of_object(prim)
+
+
+def _rules_of_equation(eqn: jc.JaxprEqn) -> _Rules:
+    _, fwd, bwd = eqn.primitive.get_bind_params(eqn.params)["subfuns"]
+    consts, out_trees = eqn.params["num_consts"], eqn.params["out_trees"]
+
+    def forward(perturbed: Sequence[bool], args: Sequence[Any]) -> Any:
+        args, perturbed = [*[None] * consts, *args], [*[False] * consts, *perturbed]
+        pairs = zip(args, perturbed, strict=True)
+        made = iter(fwd.call_wrapped(*itertools.chain.from_iterable(pairs)))
+        # `fwd` omits a residual that is an unchanged operand.
+        residuals = [next(made) if i is None else args[i] for i in out_trees()[2]]
+        return list(made), residuals
+
+    def backward(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+        grads, logs = bwd.call_wrapped(*residuals, *cotangents)
+        return grads[consts:], logs
+
+    options = {"symbolic_zeros": eqn.params["symbolic_zeros"]}
+    return _Rules(consts, forward, backward, options)
+
+
+def _rules_of_object(prim: Any) -> _Rules:
+    params, consts = prim.params, len(jax.tree.leaves(prim.in_avals[0]))
+
+    def operands(leaves: Sequence[Any]) -> Any:
+        return prim.in_tree.unflatten([*[0] * consts, *leaves])
+
+    def flat(results: Any, residuals: Any, *_: Any) -> Any:
+        return prim.out_tree.flatten_up_to(results), residuals
+
+    def forward(perturbed: Sequence[bool], args: Sequence[Any]) -> Any:
+        # A literal of the program arrives as a Python number.
+        args = [x if hasattr(x, "shape") else jnp.asarray(x) for x in args]
+        return flat(*prim.vjp_fwd(operands(perturbed), *operands(args)))
+
+    def gradients(rule: Callable[..., Any], residuals: Any, dots: Any) -> Any:
+        grads, logs = rule(residuals, prim.out_tree.unflatten(_inner(dots)))
+        # It returns none for the first two arguments: values from closures.
+        known = jax.tree.map(lambda _: None, prim.in_avals[:2])
+        return prim.in_tree.flatten_up_to((*known, *grads))[consts:], logs
+
+    remat: Any = params["remat_rules"] or ()
+    if remat:
+        first, again, last = remat
+        remat = (
+            lambda args: flat(*first(*operands(args))),
+            lambda saved, args: flat(*again(saved, *operands(args))),
+            functools.partial(gradients, last),
+        )
+    options = {
+        "symbolic_zeros": params["symbolic_zeros"],
+        "optimize_remat": params["opt_remat"],
+        "generic_batching": params["generic_batching"],
     }
+    backward = functools.partial(gradients, params["bwd"])
+    return _Rules(consts, forward, backward, options, remat)
+
+
+def _is_zero(x: object) -> bool:
+    return isinstance(x, SymbolicZero | ad.Zero)
+
+
+def _inner(dots: Sequence[Any]) -> list[Any]:
+    """Replaces JAX's public symbolic zeros by those that objects take."""
+    return [ad.Zero(t.aval) if isinstance(t, SymbolicZero) else t for t in dots]
+
+
+def _outer(dots: Sequence[Any]) -> list[Any]:
+    return [SymbolicZero(t.aval) if isinstance(t, ad.Zero) else t for t in dots]
 
 
 def with_linear_call(
@@ -184,10 +291,9 @@ def closed_over(eqn: jc.JaxprEqn) -> list[jc.Var]:
     Without autocast, JAX may differentiate without a trace, and a rule closes over
     values. Here it closes over tracers of a finished trace, which keep their variables.
     """
-    prim, names = hi_primitive(eqn), ("fwd_jaxpr_thunk", "fwd", "bwd", "remat_rules")
-    params = eqn.params if prim is None else prim.params
-    rules = [params.get(name) for name in names]
-    return list(dict.fromkeys(filter(None, map(_variable_of, _tracers_in(rules)))))
+    params = (hi_primitive(eqn) or eqn).params
+    tracers = _tracers_in(list(params.values()))
+    return list(dict.fromkeys(filter(None, map(_variable_of, tracers))))
 
 
 def _variable_of(tracer: Any) -> jc.Var | None:
@@ -217,11 +323,6 @@ def _with_inputs(
     invars = [*jaxpr.invars[:place], *new.values(), *jaxpr.invars[place:]]
     jaxpr = jaxpr.replace(constvars=[var for var, _ in kept], invars=invars)
     return _closed(jaxpr, [const for _, const in kept])
-
-
-def _wrapped(fn: Callable[..., Any], old: Any) -> Any:
-    """Wraps a function for the parameters of an equation, in place of another one."""
-    return linear_util.wrap_init(fn, debug_info=old.debug_info)
 
 
 def _closed(jaxpr: jc.Jaxpr, consts: Sequence[Any]) -> jc.Jaxpr:

@@ -18,12 +18,7 @@ from typing import Any, NamedTuple
 
 from jax.extend import core as jc
 
-from jamp._autocast.hijax import (
-    fwd_consts,
-    hi_primitive,
-    program_of_hi,
-    with_program,
-)
+from jamp._autocast.hijax import expanded, hi_primitive, with_program
 from jamp._autocast.primitives import is_listed, primitive_name
 
 CHECKPOINT = "remat2"  # the primitive of `jax.checkpoint`
@@ -64,11 +59,11 @@ _HELD = {
     "cond": _Held(Kind.BRANCH, ("branches",), is_open=True),
     "scan": _Held(Kind.LOOP, ("jaxpr",), is_open=True),
     "while": _Held(Kind.LOOP, ("cond_jaxpr", "body_jaxpr"), is_open=False),
-    # `hijax` finds the programs of objects.
-    "RematTraced": _Held(Kind.CALL, (), is_open=True, own_residuals=True),
+    # Objects. An object without such a parameter expands to its program.
+    "RematTraced": _Held(Kind.CALL, ("jaxpr",), is_open=True, own_residuals=True),
     "CustomJVPTraced": _Held(Kind.CALL, (), is_open=True),
     "CustomVJPTraced": _Held(Kind.CALL, (), is_open=False),
-    "Scan3": _Held(Kind.LOOP, (), is_open=True),
+    "Scan3": _Held(Kind.LOOP, ("jaxpr",), is_open=True),
     OBJECT: _Held(Kind.CALL, (), is_open=False),
 }
 HOLDERS = tuple(_HELD)
@@ -111,14 +106,14 @@ def frames_of(eqn: jc.JaxprEqn) -> list[Frame]:
         name, prim = primitive_name(eqn), eqn.params["_prim"]
         of_older = "static_argnums" in prim.params  # before JAX 0.12
         if (name not in _HELD or of_older) and not is_listed(name):
-            name = OBJECT if program_of_hi(prim) is not None else ""
+            name = OBJECT if expanded(prim) is not None else ""
     return list(_frames_of(eqn, name)) if name in _HELD else []
 
 
 def _frames_of(eqn: jc.JaxprEqn, name: str) -> Iterator[Frame]:
     held, invars, outvars = _HELD[name], eqn.invars, eqn.outvars
     frame = Frame(
-        program=program_of(eqn),
+        program=_program_of(eqn, name),
         holder=name,
         kind=held.kind,
         operands=invars,
@@ -148,9 +143,6 @@ def _frames_of(eqn: jc.JaxprEqn, name: str) -> Iterator[Frame]:
         sliced = list(hi_primitive(eqn).extensives)
         consts, trips = sliced.count(False), hi_primitive(eqn).length
         yield frame._replace(consts=consts, trips=trips)
-    elif name == "CustomVJPTraced":
-        begin, end = fwd_consts(hi_primitive(eqn))
-        yield frame._replace(operands=[*invars[:begin], *invars[end:]])
     else:
         yield frame
 
@@ -173,9 +165,16 @@ def once_per_program[T](fn: Callable[[jc.Jaxpr], T]) -> Callable[[jc.Jaxpr], T]:
 
 def program_of(eqn: jc.JaxprEqn) -> jc.Jaxpr:
     """Returns the program of an equation that holds one."""
-    if "_prim" in eqn.params:
-        return program_of_hi(eqn.params["_prim"])  # type: ignore[return-value]
-    return eqn.params[_HELD[eqn.primitive.name].params[0]]
+    return _program_of(eqn, primitive_name(eqn))
+
+
+def _program_of(eqn: jc.JaxprEqn, name: str) -> Any:
+    prim, names = hi_primitive(eqn), _params_of(name)
+    return (eqn if prim is None else prim).params[names[0]] if names else expanded(prim)
+
+
+def _params_of(name: str) -> tuple[str, ...]:
+    return _HELD.get(name, _HELD[OBJECT]).params
 
 
 def with_equations(
@@ -194,12 +193,15 @@ def with_equations(
 
 def with_programs(eqn: jc.JaxprEqn, programs: Sequence[jc.Jaxpr]) -> dict[str, Any]:
     """Returns the parameters of an equation with other programs."""
-    if "_prim" in eqn.params:
-        return {"_prim": with_program(eqn.params["_prim"], *programs)}
-    names = _HELD[eqn.primitive.name].params
+    prim, names = hi_primitive(eqn), _params_of(primitive_name(eqn))
     if names == ("branches",):
         return {**eqn.params, "branches": tuple(programs)}
-    return {**eqn.params, **dict(zip(names, programs, strict=True))}
+    if prim is None:
+        return {**eqn.params, **dict(zip(names, programs, strict=True))}
+    if not names:
+        return {"_prim": with_program(prim, *programs)}
+    # The constructor takes the parameters by name.
+    return {"_prim": type(prim)(**prim.params | {names[0]: programs[0]})}
 
 
 def scan_counts(eqn: jc.JaxprEqn) -> tuple[int, int]:
@@ -209,30 +211,6 @@ def scan_counts(eqn: jc.JaxprEqn) -> tuple[int, int]:
     """
     consts, carry, _ = eqn.params["ft_in"].unpack()
     return len(list(consts)), len(list(carry))
-
-
-def with_fewer_consts(
-    eqn: jc.JaxprEqn,
-    body: jc.Jaxpr,
-    eqns: Sequence[jc.JaxprEqn],
-    consts: dict[Any, Any],
-) -> jc.JaxprEqn:
-    """Returns a scan with other equations, and with at most as many constants.
-
-    `eqns` replace the equations of its `body`. `consts` maps each constant of the body
-    to the operand outside.
-    """
-    before, _ = scan_counts(eqn)
-    body = body.replace(
-        invars=[*consts, *body.invars[before:]],
-        eqns=list(eqns),
-        debug_info=body.debug_info.with_unknown_names(),
-    )
-    keep = [not len(consts) <= i < before for i in range(len(eqn.invars))]
-    operands = eqn.params["ft_in"].filter_with_mask(keep)
-    params = {**with_programs(eqn, [body]), "ft_in": operands}
-    invars = [*consts.values(), *eqn.invars[before:]]
-    return eqn.replace(invars=invars, params=params)
 
 
 def while_programs(eqn: jc.JaxprEqn) -> tuple[jc.Jaxpr, jc.Jaxpr, int, int]:

@@ -35,13 +35,12 @@ _LIBRARIES = tuple(
 def program_around(eqn: jc.JaxprEqn, program: jc.Jaxpr) -> jc.Jaxpr:
     """Returns a program of one equation, whose inputs are the equation's operands."""
     invars = [jc.Var(v.aval) for v in eqn.invars]
-    return program.replace(
+    return unnamed(program).replace(
         constvars=[],
         invars=invars,
         outvars=eqn.outvars,
         eqns=[eqn.replace(invars=list(invars))],
         effects=eqn.effects,
-        debug_info=program.debug_info.with_unknown_names(),
     )
 
 
@@ -148,15 +147,15 @@ def scopes(eqn: jc.JaxprEqn) -> Any:
 
 def with_scope(eqn: jc.JaxprEqn, name: str) -> jc.JaxprEqn:
     """Adds an innermost name scope to an equation."""
-    return with_scopes(eqn, eqn.source_info.name_stack.extend(name).stack)
+    return with_scopes(eqn, scopes(eqn).extend(name))
 
 
 def equation_before(
     eqn: jc.JaxprEqn, inner: jc.JaxprEqn, invars: Sequence[Any], outvar: jc.Var
 ) -> jc.JaxprEqn:
     """Moves the equation `inner` from a program inside `eqn` to before `eqn`."""
-    names = *eqn.source_info.name_stack.stack, *inner.source_info.name_stack.stack
-    return with_scopes(inner, names).replace(invars=list(invars), outvars=[outvar])
+    inner = with_scopes(inner, scopes(eqn) + scopes(inner))
+    return inner.replace(invars=list(invars), outvars=[outvar])
 
 
 def equation_inside(
@@ -166,7 +165,7 @@ def equation_inside(
 
     JAX records no user line inside its own functions, so `inner` gets the call's line.
     """
-    names = *call.source_info.name_stack.stack, *inner.source_info.name_stack.stack
+    names = scopes(call) + scopes(inner)
     if jitted_function(call):
         inner = inner.replace(source_info=call.source_info)
     return with_scopes(inner, names).replace(outvars=list(outvars))
@@ -194,9 +193,8 @@ def _without_options() -> list[tuple[str, frozenset[Any]]]:
     return [(name, frozenset(v)) for name, v in named if isinstance(v, tuple)]
 
 
-def with_scopes(eqn: jc.JaxprEqn, stack: Sequence[Any]) -> jc.JaxprEqn:
+def with_scopes(eqn: jc.JaxprEqn, names: Any) -> jc.JaxprEqn:
     """Returns an equation with other name scopes."""
-    names = type(eqn.source_info.name_stack)(tuple(stack))
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=names))
 
 

@@ -52,7 +52,6 @@ from jamp._autocast.frames import (
     frames_of,
     once_per_program,
     scan_counts,
-    with_fewer_consts,
     with_programs,
 )
 from jamp._autocast.primitives import Shape, traits_of
@@ -267,20 +266,26 @@ def _split(scan: jc.JaxprEqn, body: jc.Jaxpr) -> list[jc.JaxprEqn]:
     consts, _ = scan_counts(scan)
     reads = [v for eqn in body.eqns for v in eqn.invars] + list(body.outvars)
     times = collections.Counter(v for v in reads if isinstance(v, jc.Var))
-    outside = dict(zip(body.invars[:consts], scan.invars[:consts], strict=True))
+    inner, outer = list(body.invars), list(scan.invars)
+    places = {v: i for i, v in enumerate(inner[:consts]) if times[v] == 1}
     taken, left = [], []
     for eqn in body.eqns:
-        operands = [v for v in eqn.invars if isinstance(v, jc.Var)]
-        alone = all(v in outside and times[v] == 1 for v in operands)
-        all_vars = len(operands) == len(eqn.invars)
         moves = traits_of(eqn.primitive.name).shape in _REARRANGE
-        if moves and alone and all_vars:
-            (inside,) = eqn.outvars
-            invars = [outside.pop(v) for v in operands]
-            outside[inside] = new = jc.Var(inside.aval)
-            taken.append(jax_internals.equation_before(scan, eqn, invars, new))
-        else:
+        if not (moves and all(isinstance(v, jc.Var) for v in eqn.invars)):
             left.append(eqn)
+        elif not all(v in places for v in eqn.invars):
+            left.append(eqn)
+        else:
+            # The result takes the place of the first operand. No equation of the body
+            # reads the others any more.
+            given = [places.pop(v) for v in eqn.invars]
+            (inside,), outside = eqn.outvars, jc.Var(eqn.outvars[0].aval)
+            operands = [outer[i] for i in given]
+            taken.append(jax_internals.equation_before(scan, eqn, operands, outside))
+            inner[given[0]], outer[given[0]] = inside, outside
+            if times[inside] == 1:
+                places[inside] = given[0]
     if not taken:
         return [scan]
-    return [*taken, with_fewer_consts(scan, body, left, outside)]
+    body = jax_internals.unnamed(body).replace(invars=inner, eqns=left)
+    return [*taken, scan.replace(invars=outer, params=with_programs(scan, [body]))]

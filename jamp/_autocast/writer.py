@@ -9,7 +9,7 @@ The writer makes no decisions. Its caller chooses the dtypes. Equations keep the
 source lines and name stacks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -130,6 +130,21 @@ class Writer:
         written = call(function, operands, outvars, eqn, known)
         self.eqns += written
         return bool(written)
+
+    def emit_function(
+        self,
+        eqn: jc.JaxprEqn,
+        function: Callable[..., Any],
+        in_dtypes: Sequence[Any],
+        results: Sequence[Value],
+    ) -> None:
+        """Writes JAX's equation of a function with custom derivatives, for `eqn`."""
+        pairs = zip(eqn.invars, in_dtypes, strict=True)
+        operands = [self.read(v, dtype) for v, dtype in pairs]
+        (new,) = call(function, operands, None, eqn)
+        pairs = zip(eqn.outvars, results, strict=True)
+        outvars = [self._bind(v, value) for v, value in pairs]
+        self.eqns.append(new.replace(outvars=outvars))
 
     def _note(
         self,
