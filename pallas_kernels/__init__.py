@@ -7,6 +7,7 @@ jamp's version.
 
 from pallas_kernels._rounding import (
     keys_of as keys_of,
+    noise_like as noise_like,
     stochastic as stochastic,
 )
 from pallas_kernels._run import (

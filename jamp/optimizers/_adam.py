@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
-from jamp.optimizers import _fused as fused
-from pallas_kernels import Blocks, Leaves, Numbers, Options
+from jamp.optimizers import _codes as codes, _fused as fused
+from pallas_kernels import Blocks, Leaves, Numbers, Options, Weight
 
 
 class FusedAdamState(NamedTuple):
@@ -100,6 +100,7 @@ def fused_adam(
 class FusedAdam(fused.FusedRule):
     name: ClassVar[str] = "fused_adam"
     state: ClassVar = FusedAdamState
+    has_eight_bit: ClassVar = True
 
     b1: ArrayLike = fused.number(below=1)
     b2: ArrayLike = fused.number(below=1)
@@ -137,7 +138,7 @@ class FusedAdam(fused.FusedRule):
         if decays and not self.adam_w_mode:
             g = g + s["decay"] * w
         m = s["b1"] * moments["mu"] + s["a1"] * g
-        v = s["b2"] * moments["nu"] + s["a2"] * (g * g)
+        v = self.second(s, g, moments["nu"])
         if self.eps_inside_sqrt:
             u = m / jnp.sqrt(v + s["eps"])
         else:
@@ -145,6 +146,16 @@ class FusedAdam(fused.FusedRule):
         if decays and self.adam_w_mode:
             u = u + s["decay"] * w
         return -s["rate"] * u, {"mu": m, "nu": v}
+
+    def second(self, s: Numbers, g: Array, v: Array) -> Array:
+        return s["b2"] * v + s["a2"] * (g * g)
+
+    def most_second(
+        self, s: Numbers, decays: bool, g: Array, weight: Weight, v: Array
+    ) -> Array:
+        if decays and not self.adam_w_mode:
+            g = g + s["decay"] * codes.largest(weight.value)
+        return self.second(s, g, v)
 
     def clip_factor(self, norm: Array, most: ArrayLike) -> Array:
         if not self.legacy:

@@ -84,6 +84,7 @@ def fused_sgd(
 class FusedSGD(fused.FusedRule):
     name: ClassVar[str] = "fused_sgd"
     state: ClassVar = FusedSGDState
+    has_eight_bit: ClassVar = True
 
     momentum: ArrayLike = fused.number()
     dampening: ArrayLike = fused.number()
