@@ -6,6 +6,7 @@ jamp's version.
 """
 
 from pallas_kernels._rounding import (
+    Noise as Noise,
     keys_of as keys_of,
     noise_like as noise_like,
     stochastic as stochastic,

@@ -42,6 +42,7 @@ from pallas_kernels import (
     Weight,
     found_inf as found_inf_of,
     keys_of,
+    noise_like,
     norm as norm_of,
     step,
     width_of as width_of,
@@ -230,7 +231,7 @@ class FusedRule(Hyperparameters, Rule):
             options = self.clipped(options, grads)
         old = trees
         if self.moment_dtype == EIGHT_BIT:
-            trees = _each_leaf(codes.widened, old)
+            trees = _by_leaf(_widened, old)
         leaves = Leaves(weights, grads, trees, self.decays(structure, params), dtype)
         numbers: dict[str, Any] = {**self.numbers(state.count, leaves, options)}
         new = {
@@ -247,9 +248,9 @@ class FusedRule(Hyperparameters, Rule):
         stepped, moments = step(self.static, leaves, numbers, options, **how)
         if self.moment_dtype == EIGHT_BIT:
             scales = self._scales(leaves, numbers, options, old)
-            keys = keys_of(state.count, salts)
-            skips = [options.skip] * len(grads)
-            moments = _each_leaf(codes.narrowed, moments, old, skips, keys, scales)
+            keys = keys_of(state.count, salts or ())
+            narrowed = functools.partial(_narrowed, options.skip)
+            moments = _by_leaf(narrowed, moments, old, keys, scales)
         new = {name: structure.unflatten(x) for name, x in (new | moments).items()}
         count = optax.safe_increment(state.count)
         if options.skip is not None:
@@ -321,16 +322,25 @@ class FusedTransformation(Transformation):
         return ~found_inf_of(leaves, options=rule.options(grad_scale))
 
 
-def _each_leaf(fn: Callable[..., Any], *trees: Any) -> dict[str, list[Any]]:
-    """Calls `fn` with the moments of each leaf by name, and other lists' items."""
+def _by_leaf(fn: Callable[..., Any], *args: Any) -> dict[str, list[Any]]:
+    """Calls `fn` once for each leaf, with dicts of its moments and items of lists."""
     lists = [
         [dict(zip(x, leaf, strict=True)) for leaf in zip(*x.values(), strict=True)]
         if isinstance(x, Mapping)
         else x
-        for x in trees
+        for x in args
     ]
     results = [fn(*leaf) for leaf in zip(*lists, strict=True)]
-    return {name: [leaf[name] for leaf in results] for name in trees[0]}
+    return {name: [leaf[name] for leaf in results] for name in args[0]}
+
+
+_widened = jax.jit(codes.widened)
+
+
+@jax.jit
+def _narrowed(skip, wide, old, key, scales):
+    noise = noise_like(next(iter(wide.values())), key)
+    return codes.narrowed(wide, old, noise, scales, skip)
 
 
 @functools.lru_cache(maxsize=64)
