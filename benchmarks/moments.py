@@ -72,9 +72,10 @@ def cells() -> Iterator[tuple[str, str, str, int]]:
         for optimizer in [*OPTIMIZERS][1:]:
             for moments in ("float32", "8bit"):
                 yield "text", optimizer, moments, seed
-        yield "text", "SGD, momentum 0.99", "8bit, m to nearest", seed
-        for moments in FORMATS[:3]:
-            yield "diffusion", "Adam", moments, seed
+        for moments in ("bfloat16", "8bit, m to nearest"):
+            yield "text", "SGD, momentum 0.99", moments, seed
+    for seed, moments in itertools.product(SEEDS, FORMATS[:3]):
+        yield "diffusion", "Adam", moments, seed
 
 
 read = functools.partial(runs.read, RESULTS)
@@ -90,9 +91,10 @@ def run(model: str, optimizer: str, moments: str, seed: int) -> Run:
     else:
         tx = make(moment_dtype=moments.removesuffix(", m to nearest"))
     if "nearest" in moments:
-        codes = _codes._first_codes
+        name = "_squares" if "SGD" in optimizer else "_first_codes"
+        codes = getattr(_codes, name)
         nearest = lambda x, scale, _: codes(x, scale, _codes._NEAREST)  # noqa: E731
-        rounds = mock.patch.object(_codes, "_first_codes", nearest)
+        rounds = mock.patch.object(_codes, name, nearest)
         jax.clear_caches()
     with rounds:
         losses = jnp.stack(MODELS[model](seed, tx))

@@ -12,7 +12,8 @@ from jamp.optimizers import _codes as codes
 from jamp.optimizers._codes import EightBit
 
 _FIELDS = ("mu", "nu", "trace", "nu_max", "sum_of_squares")
-_FORMATS = (*map(jnp.dtype, ("float32", "bfloat16")), codes.FIRST, codes.SECOND)
+_ENCODED = (codes.FIRST, codes.SECOND, codes.MOMENTUM)
+_FORMATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), *_ENCODED)
 
 
 def in_formats_of(like: PyTree, found: PyTree) -> Any:
@@ -65,7 +66,7 @@ def _is_encoded(names: Any) -> bool:
     if not isinstance(names, Mapping) or set(names) != set(EightBit._fields):
         return False
     x, block = EightBit(**names), codes.block_of(names["codes"])
-    if block is None or _format(x) not in (codes.FIRST, codes.SECOND):
+    if block is None or _format(x) not in _ENCODED:
         return False
     *rest, last = x.shape
     shape = (*rest, last // block)

@@ -1,8 +1,11 @@
-"""Two formats of moments in 8 bits, relative to a scale, with stochastic rounding.
+"""Three formats of moments in 8 bits, relative to a scale, with stochastic rounding.
 
 A scale for each block is the idea of Dettmers et al., *8-bit Optimizers via Block-wise
-Quantization*, 2022, arXiv:2110.02861. The formats are not theirs: both are floats, a
-second moment is stored as its root, and no positive one becomes 0.
+Quantization*, 2022, arXiv:2110.02861. The formats are not theirs:
+
+- `FIRST`: a float for a moment that a root divides, so that small ones are precise too.
+- `SECOND`: a float for the root of a second moment. No positive one becomes 0.
+- `MOMENTUM`: a square, for a moment that is the update, so that large ones are precise.
 """
 
 import math
@@ -19,6 +22,8 @@ from jamp._core.tree import KeyPath, select
 from pallas_kernels import Noise, computed_once
 
 FIRST, SECOND = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.uint8)
+MOMENTUM = jnp.dtype(jnp.int8)
+_MOST_SQUARE = np.float32(127**2)
 _MOST_FIRST, _MOST_ROOT = np.float32(448), np.float32(31 * 2**14)
 _NEAREST = np.uint32(0x8000)  # instead of 16 random bits
 
@@ -27,8 +32,9 @@ class EightBit(NamedTuple):
     """A moment in 8 bits per element, in blocks along the last axis.
 
     Attributes:
-        codes: shape (..., n). A first moment has float8_e4m3fn. A second moment has
-            uint8: floats of 4 exponent and 4 mantissa bits for the root.
+        codes: shape (..., n). A first moment has float8_e4m3fn. A momentum has int8,
+            for signed squares. A second moment has uint8: floats of 4 exponent and 4
+            mantissa bits for the root.
         scales: the magnitude or the root of the largest code, shape (..., n / block),
             float32.
     """
@@ -54,8 +60,10 @@ class EightBit(NamedTuple):
         """The moment."""
         if self.codes.dtype == SECOND:
             return self.root * self.root
-        scale = _each(self.scales / _MOST_FIRST, self.codes)
-        return self.codes.astype(jnp.float32) * scale
+        code = self.codes.astype(jnp.float32)
+        if self.codes.dtype == FIRST:
+            return code * _each(self.scales / _MOST_FIRST, self.codes)
+        return code * jnp.abs(code) * _each(self.scales / _MOST_SQUARE, self.codes)
 
 
 def is_eight_bit(x: object) -> bool:
@@ -87,9 +95,9 @@ def encoded(
         bits: 16 random bits for each element, or the bits that round to nearest.
         scales: bounds of its roots in each block; None means its maxima.
     """
-    if dtype == FIRST:
-        scales = largest(x)
-        return EightBit(_first_codes(x, _each(scales, x), bits), scales)
+    if dtype != SECOND:
+        scales, to_codes = largest(x), _first_codes if dtype == FIRST else _squares
+        return EightBit(to_codes(x, _each(scales, x), bits), scales)
     scales = jnp.sqrt(largest(x)) if scales is None else scales
     root = jnp.sqrt(x)
     upper, is_low = _rounded(root, _each(scales, x), _MOST_ROOT, 16.0, 19, bits)
@@ -190,6 +198,19 @@ def _first_codes(x: Array, scale: Array, bits: Any) -> Array:
     return jnp.copysign(size, x).astype(FIRST)
 
 
+def _squares(x: Array, scale: Array, bits: Any) -> Array:
+    """Rounds elements to signed squares of integers, relative to the scale of each."""
+    size = _ratio(jnp.abs(x), scale) * _MOST_SQUARE
+    low = jnp.floor(jnp.sqrt(size))
+    random = (bits.astype(jnp.float32) + 0.5) / 65536
+    low = low + (size - low * low > random * (2 * low + 1))
+    return jnp.copysign(low, x).astype(MOMENTUM)
+
+
+def _ratio(size: Array, scale: Array) -> Array:
+    return jnp.where(scale == 0, 0, size / scale)
+
+
 def _rounded(
     size: Array, scale: Array, most: Any, least: Any, dropped: int, bits: Any
 ) -> tuple[Array, Array]:
@@ -199,8 +220,9 @@ def _rounded(
     Below `least`, all numbers have one spacing: the bits are those of a number that is
     larger by `least`.
     """
-    size = jnp.where(scale == 0, 0, size / scale)
-    size = jnp.minimum(size * most, most)  # the scale may be a rounded bound
+    size = jnp.minimum(
+        _ratio(size, scale) * most, most
+    )  # the scale may be a rounded bound
     is_low = size < least
     size = jnp.where(is_low, size + np.float32(least), size)
     # The centers of 65536 intervals: rounding errors in `size` do not change a code.

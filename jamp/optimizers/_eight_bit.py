@@ -35,16 +35,18 @@ def eight_bit(
     tx: optax.GradientTransformation,
     exempt: Any = None,
     *,
-    first: Sequence[str] = ("mu", "trace"),
+    first: Sequence[str] = ("mu",),
     second: Sequence[str] = ("nu", "nu_max", "sum_of_squares"),
+    momentum: Sequence[str] = ("trace",),
 ) -> Transformation:
     r"""Stores the moments of an optax transformation in 8 bits per element.
 
     The last axis is split into blocks of 256 elements, or else 128 or 64. Each block
-    has the maximum of its magnitudes as a float32 scale. A first moment is stored as
-    `float8_e4m3fn`, and the root of a second moment as a float with 4 exponent and 4
-    mantissa bits. Both are rounded stochastically by a hash of step, path and element,
-    so their means are right. A positive second moment never becomes 0.
+    has its largest magnitude as a float32 scale. A first moment is stored as
+    `float8_e4m3fn`, the root of a second moment as a float with 4 exponent and 4
+    mantissa bits, and a momentum as a signed square. All are rounded stochastically by
+    a hash of step, path and element, so their means are right. A positive second moment
+    never becomes 0.
 
     Moments of fewer than 4,096 elements, and of a last axis without such blocks, are
     bfloat16. `tx` gets float32 moments.
@@ -55,8 +57,9 @@ def eight_bit(
         exempt: a regex that is searched in the paths of params, a predicate `(path,
             param) -> bool`, or a list of them. The moments of these params do not
             change.
-        first, second: the fields of the states in `tx` that hold first moments, and
-            second moments, which are not negative. Other fields do not change.
+        first, second, momentum: the fields of the states in `tx` that hold moments:
+            those that a root divides or whose sign is taken, those that are not
+            negative, and those that are the update. Other fields do not change.
 
     Returns:
         A transformation. Two with the same arguments are equal and have the same hash.
@@ -79,8 +82,9 @@ def eight_bit(
     rules = () if exempt is None else parse_rules("exempt", exempt)
     if isinstance(tx, FusedTransformation):
         return tx.replace(moment_dtype="8bit", exempt=rules)
-    names = dict.fromkeys(first, codes.FIRST) | dict.fromkeys(second, codes.SECOND)
-    return Transformation.from_rule(_EightBitRule(tx, rules, (*names.items(),)))
+    formats = {codes.FIRST: first, codes.SECOND: second, codes.MOMENTUM: momentum}
+    names = tuple((name, dtype) for dtype, xs in formats.items() for name in xs)
+    return Transformation.from_rule(_EightBitRule(tx, rules, names))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +116,7 @@ class _EightBitRule:
         if not found:
             raise ValueError(
                 f"eight_bit: no state of {self.tx} has a field of {[*dict(self.names)]}"
-                " like the params. Name its moments with first= and second=."
+                " like the params. Name its moments with first=, second= or momentum=."
             )
         return EightBitState(jnp.zeros((), jnp.int32), inner)
 

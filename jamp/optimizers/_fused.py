@@ -119,7 +119,7 @@ class FusedRule(Hyperparameters, Rule):
             return jnp.zeros_like(p, jnp.bfloat16)
         if name == "mu":  # relative to `nu`
             return jnp.zeros_like(p, codes.FIRST)
-        return codes.zeros_like(p, codes.SECOND if name == "nu" else codes.FIRST)
+        return codes.zeros_like(p, codes.SECOND if name == "nu" else codes.MOMENTUM)
 
     def numbers(self, count: Count, leaves: Leaves, options: Options) -> Scalars:
         """Returns the numbers that `formula` takes after `count` steps.

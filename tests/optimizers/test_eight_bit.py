@@ -53,31 +53,38 @@ def test_every_code_is_a_number_of_a_small_float():
     bits = np.tile(codes[:1, :127], (16, 4))[:, :256].view(_codes.FIRST)
     value = jo.EightBit(jnp.asarray(bits), jnp.full((16, 1), 3.0)).value
     np.testing.assert_allclose(value[5, :127], 3 * oracle.FIRST, rtol=3e-7)
+    signed = jnp.asarray(codes.view(np.int8))
+    value = jo.EightBit(signed, jnp.full((16, 1), -3.0)).value
+    np.testing.assert_allclose(value[5, :128], -3 * oracle.SQUARES, rtol=3e-7)
+    np.testing.assert_allclose(value[5, :128:-1], 3 * oracle.SQUARES[1:], rtol=3e-7)
 
 
 @pytest.mark.parametrize("shape", [(16, 512), (64, 128), (3, 5, 5, 64), (4096,)])
-@pytest.mark.parametrize("kind", ["first", "second"])
+@pytest.mark.parametrize("kind", ["first", "second", "momentum"])
 def test_numbers_are_rounded_by_a_hash_in_blocks_of_the_last_axis(shape, kind):
     block = next(b for b in (256, 128, 64) if shape[-1] % b == 0)
     x, random = noise(*shape, spread=3.0), rounding.random_16(3, 7, np.arange(10**4), 0)
     random = random[: x.size].reshape(shape)
-    x, root = (x, x) if kind == "first" else (x * x, np.abs(x))
-    dtype = _codes.FIRST if kind == "first" else _codes.SECOND
+    x, root = (x * x, np.abs(x)) if kind == "second" else (x, x)
+    dtype, book = {
+        "first": (_codes.FIRST, oracle.FIRST),
+        "second": (_codes.SECOND, oracle.ROOT),
+        "momentum": (_codes.MOMENTUM, oracle.SQUARES),
+    }[kind]
     encode = jax.jit(lambda x, bits: _codes.encoded(x, dtype, bits))
     found = encode(x, jnp.asarray(random, jnp.uint32))
     scales = oracle.maxima(root, block)
     np.testing.assert_allclose(found.scales, scales, rtol=1e-6)
-    book = oracle.FIRST if kind == "first" else oracle.ROOT
     each = oracle.spread(scales, shape[-1])
     code, unsure = oracle.rounded(np.abs(root), each, book, random)
     if kind == "second":
         code = np.where((root != 0) & (code == 0), 1, code)
-    bits = np.asarray(found.codes).view(np.uint8)
-    given = bits & 0x7F if kind == "first" else bits
+    bits = np.asarray(found.codes)
+    given = bits.view(np.uint8) & 0x7F if kind == "first" else np.abs(np.int32(bits))
     assert unsure.mean() < 1e-3
     np.testing.assert_array_equal(given[~unsure], code[~unsure])
-    if kind == "first":
-        assert ((bits >= 128) == np.signbit(x)).all()
+    value = np.float32(found.value)
+    assert ((np.sign(value) == np.sign(x)) | (value == 0)).all()
 
 
 def test_a_second_moment_above_zero_never_reads_back_as_zero():
@@ -114,9 +121,9 @@ def test_the_bits_are_the_hash_of_step_leaf_and_element():
     trace = 0.5 * np.asarray(before.value) + grads
     random = rounding.random_16(2, crc32(b"w"), np.arange(grads.size), 0)
     scale = oracle.spread(oracle.maxima(trace, 256), 512)
-    args = np.abs(trace), scale, oracle.FIRST, random.reshape(grads.shape)
+    args = np.abs(trace), scale, oracle.SQUARES, random.reshape(grads.shape)
     code, unsure = oracle.rounded(*args)
-    found = np.asarray(state.trace["w"].codes).view(np.uint8) & 0x7F
+    found = np.abs(np.int32(state.trace["w"].codes))
     np.testing.assert_array_equal(found[~unsure], code[~unsure])
 
 
@@ -167,16 +174,17 @@ def test_roots_decay_at_the_right_rate_in_the_mean():
 
 
 def test_a_momentum_of_0_99_decays():
-    """Rounding to nearest would never let it decay: 1 % is less than half a unit."""
+    """Rounding to nearest never lets it decay: 1 % is less than half a unit."""
     params, tx = {"w": jnp.ones((64, 256))}, SGD(momentum=0.99)
-    first = jnp.ones((64, 256)).at[:, 0].set(2.0)
+    first = jnp.full((64, 256), 0.1).at[:, 0].set(2.0)
     _, state = steps(tx, params, [{"w": first}])
     hold = {"w": jnp.zeros((64, 256)).at[:, 0].set(0.02)}
     _, state = steps(tx, params, [hold] * 100, state)
     found = np.asarray(state.trace["w"].value)[:, 1:].mean()
-    assert found == pytest.approx(0.99**100, rel=0.03)
-    one = _codes.encoded(first, _codes.FIRST)
-    again = _codes.encoded(0.99 * one.value.at[:, 0].set(2.0), _codes.FIRST)
+    assert found == pytest.approx(0.1 * 0.99**100, rel=0.03)
+    one = _codes.encoded(first, _codes.MOMENTUM)
+    decayed = (0.99 * one.value).at[:, 0].set(2.0)
+    again = _codes.encoded(decayed, _codes.MOMENTUM)
     assert (again.codes[:, 1:] == one.codes[:, 1:]).all()
 
 

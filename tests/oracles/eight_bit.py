@@ -21,6 +21,7 @@ def numbers(exponent: int, mantissa: int, drop: int = 0) -> np.ndarray:
 
 
 FIRST, ROOT = numbers(4, 3, drop=1), numbers(4, 4)
+SQUARES = (np.arange(128) / 127) ** 2
 
 
 def spread(scales: np.ndarray, n: int) -> np.ndarray:
