@@ -202,8 +202,8 @@ def _squares(x: Array, scale: Array, bits: Any) -> Array:
     """Rounds elements to signed squares of integers, relative to the scale of each."""
     size = _ratio(jnp.abs(x), scale) * _MOST_SQUARE
     low = jnp.floor(jnp.sqrt(size))
-    random = (bits.astype(jnp.float32) + 0.5) / 65536
-    low = low + (size - low * low > random * (2 * low + 1))
+    limit = (65535.5 - bits.astype(jnp.float32)) / 65536
+    low = low + (size - low * low >= limit * (2 * low + 1))
     return jnp.copysign(low, x).astype(MOMENTUM)
 
 
