@@ -101,16 +101,18 @@ class _EightBitRule:
         found = []
 
         def leaf(path: KeyPath, x: Any) -> Any:
-            place, of = self._moment(path)
-            param = by_path.get(of)
-            if place is None or jnp.shape(param) != jnp.shape(x) or not is_castable(x):
+            dtype, of = self._moment(path)
+            if dtype is None or of not in by_path or not is_castable(x):
+                return x
+            param = by_path[of]
+            if jnp.shape(param) != x.shape:
                 return x
             found.append(path)
             if matches(self.exempt, path_string(of), param):
                 return x
             if codes.block_of(x) is None:
                 return x.astype(jnp.bfloat16)
-            return codes.encoded(widen(x), place)
+            return codes.encoded(widen(x), dtype)
 
         inner = jax.tree.map_with_path(leaf, self.tx.init(params))
         if not found:
@@ -129,8 +131,8 @@ class _EightBitRule:
         before, structure = jax.tree.flatten(old, is_leaf=is_leaf)
         keys = keys_of(count, leaf_salts(structure))
         after = map(_narrowed, structure.flatten_up_to(new), before, keys)
-        state = EightBitState(optax.safe_increment(count), structure.unflatten(after))
-        return updates, state
+        count = jnp.asarray(optax.safe_increment(count))
+        return updates, EightBitState(count, structure.unflatten(after))
 
     def _moment(self, path: KeyPath) -> tuple[Any, KeyPath]:
         """Returns the format of a leaf, or None, and the path of its param."""
