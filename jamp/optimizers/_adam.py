@@ -15,12 +15,14 @@ from pallas_kernels import Blocks, Leaves, Numbers, Options, Weight
 
 
 class FusedAdamState(NamedTuple):
-    """State of `fused_adam`.
+    r"""State of `fused_adam`.
 
     Attributes:
         count: steps taken, shape (), int32.
-        mu: first moments, like the params, in `moment_dtype`.
-        nu: second moments, like the params, in `moment_dtype`.
+        mu: first moments, like the params, in `moment_dtype`. "8bit" stores
+            $8 m / \sqrt{v}$ as float8_e4m3fn.
+        nu: second moments, like the params, in `moment_dtype`. "8bit" stores an
+            `EightBit`.
     """
 
     count: Int[Array, ""]
@@ -67,7 +69,8 @@ def fused_adam(
         eps_inside_sqrt: with `legacy`, adds epsilon under the root.
         mask: which leaves decay: a tree of bools, a prefix of the params' tree or a
             function of the params.
-        moment_dtype: "bfloat16" stores moments rounded stochastically.
+        moment_dtype: "bfloat16" and "8bit" store moments rounded stochastically; for
+            "8bit", see `eight_bit`.
         backend: "xla", "mosaic" or "interpret".
 
     Returns:

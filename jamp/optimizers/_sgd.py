@@ -19,8 +19,8 @@ class FusedSGDState(NamedTuple):
 
     Attributes:
         count: steps taken, shape (), int32.
-        trace: momentum buffers, like the params, in `moment_dtype`; None without
-            momentum.
+        trace: momentum buffers, like the params, in `moment_dtype`; "8bit" stores an
+            `EightBit`; None without momentum.
     """
 
     count: Int[Array, ""]
