@@ -88,13 +88,13 @@ def test_numbers_are_rounded_by_a_hash_in_blocks_of_the_last_axis(shape, kind):
 
 
 def test_a_second_moment_above_zero_never_reads_back_as_zero():
-    v = np.geomspace(1e-24, 1e6, 4096, dtype=np.float32).reshape(16, 256)
-    v[0, :9] = 0
+    v = np.geomspace(1e-24, 1e6, 4096, dtype=np.float32)
+    v = np.random.default_rng(0).permutation(v).reshape(16, 256)
+    v[:, :9] = 0
     for bits in (0, 0x8000, 0xFFFF):
         x = _codes.encoded(jnp.asarray(v), _codes.SECOND, np.uint32(bits))
         assert ((np.asarray(x.codes) == 0) == (v == 0)).all()
-    # In the largest range of a block that float32 holds, also as a square.
-    assert ((np.asarray(x.value) > 0) == (v > 0))[5:].all()
+        assert ((np.asarray(x.value) > 0) == (v > 0)).all()
 
 
 def test_adam_stores_a_ratio_and_bounds_the_scales():
