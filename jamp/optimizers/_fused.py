@@ -246,7 +246,7 @@ class FusedRule(Hyperparameters, Rule):
         how: Any = {"count": state.count, "salts": salts, "rounds": rounds}
         how["only_updates"] = only_updates
         stepped, moments = step(self.static, leaves, numbers, options, **how)
-        if self.moment_dtype == EIGHT_BIT:
+        if self.moment_dtype == EIGHT_BIT and moments:
             scales = self._scales(leaves, numbers, options, old)
             keys = keys_of(state.count, salts or ())
             narrowed = functools.partial(_narrowed, options.skip)

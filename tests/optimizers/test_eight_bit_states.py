@@ -298,6 +298,25 @@ def test_exempt_moments_stay_and_a_fused_optimizer_keeps_its_pass():
     assert inner.n["w"].codes.dtype == jnp.uint8 != inner.v["w"].codes.dtype
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_decay_clipping_and_other_options_step_alike(momentum):
+    options = {"weight_decay": 0.5, "learning_rate": 2.0**-6}
+    sgd = functools.partial(jo.fused_sgd, momentum=momentum, nesterov=momentum > 0)
+    adam = functools.partial(jo.fused_adam, adam_w_mode=False, max_grad_norm=1.0)
+    for make in (sgd, adam, jo.fused_lamb):
+        updates = []
+        for dtype in ("float32", "8bit"):
+            tx, params = make(moment_dtype=dtype, **options), tree()
+            state = tx.init(params)
+            for seed in range(1, 6):
+                new, state = jax.jit(tx.update)(
+                    tree(seed), state, params, grad_scale=4.0
+                )
+            updates.append(np.float32(new["w"]))
+        error = np.sqrt(np.mean((updates[0] - updates[1]) ** 2))
+        assert error <= 0.1 * np.sqrt(np.mean(updates[0] ** 2))
+
+
 COMPLEX = {"w": jnp.ones((64, 64), jnp.complex64)}
 ERRORS = [
     (lambda: jo.eight_bit(0.1), "optax transformation"),
