@@ -188,6 +188,31 @@ def test_a_momentum_of_0_99_decays():
     assert (again.codes[:, 1:] == one.codes[:, 1:]).all()
 
 
+@pytest.mark.slow
+def test_updates_are_right_in_the_mean():
+    """Gradients have heavy tails and many sizes, and fall to 0.3 halfway."""
+    rng, params = np.random.default_rng(0), {"w": jnp.ones((16, 256))}
+    sizes = np.exp(rng.normal(size=(16, 256)))
+    both = [jo.fused_adam(1e-3), ADAM()]
+    states, update = [tx.init(params) for tx in both], jax.jit(_both, static_argnums=0)
+    errors, shares = [], []
+    for t in range(1500):
+        g = np.float32(sizes * rng.standard_t(4, sizes.shape) * (0.3 if t > 750 else 1))
+        (wanted, found), states = update(tuple(both), {"w": g}, states, params)
+        if t >= 1200:
+            wanted, found = (np.float64(x["w"]) for x in (wanted, found))
+            errors.append(((found - wanted) ** 2).mean() / (wanted**2).mean())
+            shares.append((found * wanted).mean() / (wanted**2).mean())
+    assert np.sqrt(np.mean(errors)) == pytest.approx(0.14, abs=0.02)
+    assert np.mean(shares) == pytest.approx(1, abs=0.02)
+
+
+def _both(transformations, grads, states, params):
+    pairs = zip(transformations, states, strict=True)
+    results = [tx.update(grads, state, params) for tx, state in pairs]
+    return list(zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("make", [jo.fused_adam, optax.adam])
 def test_an_outlier_leaves_the_other_updates_within_15_percent(make):
     plain = make(1e-3)
