@@ -62,8 +62,17 @@ def char_lm(level: str, seed: int, steps: int) -> Run:
 
 def diffusion(level: str, seed: int, steps: int) -> Run:
     """Trains a U-Net to predict the noise in digits: Ho et al., arXiv:2006.11239."""
+    losses, held_out, state = diffuse(level, seed, steps, optax.adam(1e-3))
+    last = np.mean(np.array(losses)[-max(1, steps // 10) :])
+    return _run(last, held_out, state)
+
+
+def diffuse(
+    level: str, seed: int, steps: int, tx: Any
+) -> tuple[list[Array], Any, jamp.AmpState]:
+    """Returns the loss of each step, the loss on held-out digits, and the state."""
     train, test = _images()
-    model, tx = UNet(width=32), optax.adam(1e-3)
+    model = UNet(width=32)
     init = jax.jit(model.init)
     params = init(jax.random.key(seed), (train[:1], jnp.zeros(1)))["params"]
     state = jamp.initialize(params, tx, level, apply_fn=model.apply, verbosity=0)
@@ -90,8 +99,7 @@ def diffusion(level: str, seed: int, steps: int) -> Run:
         losses.append(loss)
     test_loss = jax.jit(lambda key: loss_fn(state.params, test, key))
     tested = [test_loss(key) for key in jax.random.split(jax.random.key(0), 4)]
-    last = np.mean(np.array(losses)[-max(1, steps // 10) :])
-    return _run(last, np.mean(tested), state)
+    return losses, np.mean(tested), state
 
 
 def _run(loss: Any, held_out: Any, state: jamp.AmpState) -> Run:

@@ -63,6 +63,9 @@ def jobs(part: int) -> Iterator[Job]:
         names = CONTESTANTS[len(tree.shapes) > MOST_LEAVES_OF_CHAIN :]
         args = tuple(f"{STEP}optimizer_step[{tree.name}-{who}]" for who in names)
         yield Job(f"optimizer steps: {tree.name}", args, 150)
+    for tree in specs.gpu_specs()[1:4]:  # BERT-large, ResNet-50 and Llama
+        args = (f"{STEP}optimizer_step[{tree.name}-jamp fused, 8 bits]",)
+        yield Job(f"optimizer steps in 8 bits: {tree.name}", args, 60)
     yield Job("kernels", ("tests/pallas_kernels/test_kernels.py",), 120)
     for path in TESTED:
         yield Job(f"tests: {path}", (f"tests/{path}", "-m", "not h200"), 200)

@@ -33,12 +33,14 @@ class Contestant(NamedTuple):
         step: maps a state and gradients to the next state; donate the state.
         params: maps a state to the params that the model reads.
         bytes_moved: the least bytes that a step reads and writes.
+        error: the largest error of an update, as a fraction of the learning rate.
     """
 
     init: Callable[[Tree], Any]
     step: Callable[[Any, Tree], Any]
     params: Callable[[Any], Tree]
     bytes_moved: int
+    error: float = 0.0
 
 
 def names(spec: Spec) -> list[str]:
@@ -46,17 +48,17 @@ def names(spec: Spec) -> list[str]:
     return [f"{k:05}{'_fp32' * (k in spec.fp32)}" for k in range(len(spec.shapes))]
 
 
-def least_bytes(spec: Spec, store_remainder: bool = False) -> int:
+def least_bytes(spec: Spec, store_remainder: bool = False, moments: int = 8) -> int:
     """Returns the bytes of an Adam step that reads only gradients twice.
 
     The check and the update each read the gradients, because no element may change
     before all are known to be finite. The update reads and writes the master and two
     moments, and writes the half parameter: 2 + 2 + 12 + 12 + 2 = 30 bytes. A master of
     16 bits and the parameter needs 2 + 2 + 12 + 12 = 28. A float32 parameter has no
-    copy and needs 4 + 4 + 12 + 12 = 32.
+    copy and needs 4 + 4 + 12 + 12 = 32. `moments` are the bytes of the two.
     """
-    half = spec.total - spec.total_fp32
-    return half * (28 if store_remainder else 30) + spec.total_fp32 * 32
+    half, saved = spec.total - spec.total_fp32, 2 * (8 - moments) * spec.total
+    return half * (28 if store_remainder else 30) + spec.total_fp32 * 32 - saved
 
 
 def optax_chain(spec: Spec) -> Contestant:
@@ -126,11 +128,21 @@ def _chain_step(
     )
 
 
-def jamp_fused(spec: Spec, backend: str, store_remainder: bool = False) -> Contestant:
+def jamp_fused(
+    spec: Spec,
+    backend: str,
+    store_remainder: bool = False,
+    moment_dtype: str = "float32",
+) -> Contestant:
     """Makes a step of `jamp.optimizers.fused_adam` in an AmpState that checks."""
     tx = jamp.optimizers.fused_adam(
-        LEARNING_RATE, eps=EPS, weight_decay=WEIGHT_DECAY, backend=backend
+        LEARNING_RATE,
+        eps=EPS,
+        weight_decay=WEIGHT_DECAY,
+        moment_dtype=moment_dtype,
+        backend=backend,
     )
+    eight_bit = moment_dtype == "8bit"
     initialize = functools.partial(
         jamp.initialize,
         tx=tx,
@@ -144,7 +156,8 @@ def jamp_fused(spec: Spec, backend: str, store_remainder: bool = False) -> Conte
         init=initialize,
         step=fused_step,
         params=lambda state: state.params,
-        bytes_moved=least_bytes(spec, store_remainder),
+        bytes_moved=least_bytes(spec, store_remainder, 2 if eight_bit else 8),
+        error=0.2 if eight_bit else 0.0,
     )
 
 

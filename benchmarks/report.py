@@ -41,6 +41,11 @@ HOST = """Medians of the CPU time (`python -m benchmarks.host`). A first call tr
 lowers and compiles.
 
 """
+MOMENTS = """`python -m benchmarks.moments`. Differences are to float32 moments of the
+same seed. "m to nearest" rounds first moments, or SGD's momentum, to nearest. "blocks
+of m" is `eight_bit(optax.adamw)`.
+
+"""
 ABLATIONS = """# Autocast without each mechanism
 
 `python -m benchmarks.ablations` switches off one mechanism of autocast
@@ -159,7 +164,7 @@ def peers() -> str:
 
 
 def page() -> str:
-    from benchmarks import convergence, fp8, host, predictions, rounding
+    from benchmarks import convergence, fp8, host, moments, predictions, rounding
 
     runs = [json.loads(p.read_text()) for p in sorted(FOLDER.glob("gpu_*.json"))]
     sections = {
@@ -172,6 +177,7 @@ def page() -> str:
         + convergence.table(convergence.read()),
         "With fewer bytes per parameter": "`python -m benchmarks.rounding`\n\n"
         + rounding.table(rounding.read()),
+        "With moments in 8 bits": MOMENTS + moments.table(moments.read()),
         "With matmuls in fp8": "`python -m benchmarks.fp8`\n\n" + fp8.table(fp8.read()),
     }
     parts = [f"## {title}\n\n{text}\n" for title, text in sections.items()]

@@ -375,7 +375,7 @@ def draw_bytes():
     return figure
 
 
-BFLOAT16 = {"moment_dtype": jnp.bfloat16}
+BFLOAT16, EIGHT_BIT = {"moment_dtype": jnp.bfloat16}, {"moment_dtype": "8bit"}
 ADAM = {  # level, options of fused_adam, options of initialize
     "O0, O1, O4: float32 params": ("O4", {}, {}),
     "O2, O5, O6: half params, float32 masters": ("O5", {}, {}),
@@ -385,9 +385,19 @@ ADAM = {  # level, options of fused_adam, options of initialize
         BFLOAT16,
         {"store_remainder": True},
     ),
+    "O5, 16-bit remainders, 8-bit moments": (
+        "O5",
+        EIGHT_BIT,
+        {"store_remainder": True},
+    ),
     "O5, no masters, bfloat16 moments": (
         "O5",
         BFLOAT16,
+        {"master_weights": False, "stochastic_rounding": True},
+    ),
+    "O5, no masters, 8-bit moments": (
+        "O5",
+        EIGHT_BIT,
         {"master_weights": False, "stochastic_rounding": True},
     ),
 }

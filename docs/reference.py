@@ -30,9 +30,9 @@ NAMES = {
     },
     "jamp.optimizers": {
         "Optimizers": "fused_adam fused_sgd fused_lamb fused_novograd fused_adagrad "
-        "larc stochastic_rounding",
+        "larc eight_bit stochastic_rounding",
         "States": "FusedAdamState FusedSGDState FusedNovoGradState FusedAdagradState "
-        "LARCState StochasticRoundingState",
+        "LARCState EightBit EightBitState StochasticRoundingState",
     },
     "jamp.diagnostics": {
         "Functions": "locate compare",

@@ -6,7 +6,9 @@ jamp's version.
 """
 
 from pallas_kernels._rounding import (
+    Noise as Noise,
     keys_of as keys_of,
+    noise_like as noise_like,
     stochastic as stochastic,
 )
 from pallas_kernels._run import (

@@ -75,9 +75,13 @@ rounded.defjvps(lambda tangent, *_: tangent.astype(jnp.float32), None)
 def stochastic(x: Float[Array, "*s"], key: UInt32[Array, ""]) -> BFloat16[Array, "*s"]:
     """Rounds a leaf to bfloat16 with a key from `keys_of`, and keeps it finite."""
     limit = float(jnp.finfo(jnp.bfloat16).max)
-    noise = Noise(key, numbers_like(x, strides_of(x.shape)))
-    x = rounded(jnp.clip(x, -limit, limit), noise.bits(WEIGHT))
+    x = rounded(jnp.clip(x, -limit, limit), noise_like(x, key).bits(WEIGHT))
     return x.astype(jnp.bfloat16)
+
+
+def noise_like(x: Array, key: UInt32[Array, ""]) -> Noise:
+    """Returns random bits for a whole leaf with a key from `keys_of`."""
+    return Noise(key, numbers_like(x, strides_of(x.shape)))
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import numpy as np
 from flax.training.train_state import TrainState
 from jaxtyping import PyTree
 
+from jamp._checkpoint.moments import in_formats_of
 from jamp._core import groups
 from jamp._core.devices import place_like
 from jamp._core.names import check_same, from_names, to_names
@@ -83,9 +84,9 @@ def from_checkpoint(state: AmpState, checkpoint: PyTree) -> AmpState:
 
     From the same level, all arrays have the same bits. From another level, masters,
     moments, counters and fields have the same bits, and the params are the masters,
-    rounded. If both levels have a dynamic loss scale, the scale continues. Otherwise,
-    it starts again. The state has copies of the arrays, so donating it does not delete
-    the checkpoint's.
+    rounded. Moments of another `moment_dtype` are rounded to nearest. If both levels
+    have a dynamic loss scale, the scale continues. Otherwise, it starts again. The
+    state has copies of the arrays, so donating it does not delete the checkpoint's.
 
     Args:
         state: an AmpState with the same model, optimizer and number of losses, or its
@@ -106,6 +107,8 @@ def from_checkpoint(state: AmpState, checkpoint: PyTree) -> AmpState:
     check_single(state, "jamp.from_checkpoint(state, checkpoint)")
     expected = jax.eval_shape(to_checkpoint, state)
     found = _read(checkpoint, state, expected)
+    moments = in_formats_of(expected["opt_state"], found.get("opt_state"))
+    found = {**found, "opt_state": moments}
     _check_found(found, expected)
     originals = from_names(state.params, found["params"])
     inner = from_names(_inner_states(state), found["opt_state"])

@@ -21,6 +21,7 @@ from jamp._policy.levels import Properties
 from jamp._scaling.rules import LossScaleRule
 from jamp._state.group import Group, pack_groups
 from jamp.optimizers import StochasticRoundingState, _masters as masters
+from jamp.optimizers._codes import is_eight_bit, largest
 from jamp.optimizers._fused import FusedTransformation
 
 
@@ -166,10 +167,11 @@ def _moments_like_params[T](opt_state: T, group: Group) -> T:
         return opt_state
     params = group.layout.trained.unflatten([w.param for w in group.weights])
     is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
+    is_leaf = lambda x: is_masked(x) or is_eight_bit(x)  # noqa: E731
 
     def parts_of_params(x: Any) -> list[Any] | None:
         """Returns the part of the params for each leaf of `x`, or None."""
-        structure = jax.tree.structure(x, is_leaf=is_masked)
+        structure = jax.tree.structure(x, is_leaf=is_leaf)
         try:
             return structure.flatten_up_to(params)
         except ValueError:
@@ -179,13 +181,13 @@ def _moments_like_params[T](opt_state: T, group: Group) -> T:
         parts = parts_of_params(x)
         if parts is None:
             return x
-        leaves, structure = jax.tree.flatten(x, is_leaf=is_masked)
+        leaves, structure = jax.tree.flatten(x, is_leaf=is_leaf)
         pairs = zip(leaves, parts, strict=True)
         return structure.unflatten(
             [x if is_masked(x) else _shard_like(x, part) for x, part in pairs]
         )
 
-    is_like = lambda x: is_masked(x) or parts_of_params(x) is not None  # noqa: E731
+    is_like = lambda x: is_leaf(x) or parts_of_params(x) is not None  # noqa: E731
     return jax.tree.map(sharded, opt_state, is_leaf=is_like)
 
 
@@ -221,6 +223,9 @@ def _as_given_back(sharding: NamedSharding, ndim: int) -> NamedSharding:
 
 def _shard_like(x: Any, param: Any) -> Any:
     """Combines `x` with `param`, so that XLA gives it the sharding of `param`."""
+    if is_eight_bit(x) and jnp.shape(param) == x.shape:
+        pairs = zip(x, (param, largest(param)), strict=True)
+        return type(x)(*[_shard_like(*pair) for pair in pairs])
     if not is_castable(param) or jnp.shape(x) != param.shape or not param.shape:
         return x
     never = jnp.abs(param) < 0  # XLA would fold a constant

@@ -12,6 +12,11 @@ from jamp.optimizers._adam import (
     FusedAdamState as FusedAdamState,
     fused_adam as fused_adam,
 )
+from jamp.optimizers._codes import EightBit as EightBit
+from jamp.optimizers._eight_bit import (
+    EightBitState as EightBitState,
+    eight_bit as eight_bit,
+)
 from jamp.optimizers._lamb import fused_lamb as fused_lamb
 from jamp.optimizers._larc import LARCState as LARCState, larc as larc
 from jamp.optimizers._masters import (

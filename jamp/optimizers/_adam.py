@@ -10,17 +10,19 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
-from jamp.optimizers import _fused as fused
-from pallas_kernels import Blocks, Leaves, Numbers, Options
+from jamp.optimizers import _codes as codes, _fused as fused
+from pallas_kernels import Blocks, Leaves, Numbers, Options, Weight
 
 
 class FusedAdamState(NamedTuple):
-    """State of `fused_adam`.
+    r"""State of `fused_adam`.
 
     Attributes:
         count: steps taken, shape (), int32.
-        mu: first moments, like the params, in `moment_dtype`.
-        nu: second moments, like the params, in `moment_dtype`.
+        mu: first moments, like the params, in `moment_dtype`. "8bit" stores
+            $8 m / \sqrt{v}$ as float8_e4m3fn.
+        nu: second moments, like the params, in `moment_dtype`. "8bit" stores an
+            `EightBit`.
     """
 
     count: Int[Array, ""]
@@ -67,7 +69,8 @@ def fused_adam(
         eps_inside_sqrt: with `legacy`, adds epsilon under the root.
         mask: which leaves decay: a tree of bools, a prefix of the params' tree or a
             function of the params.
-        moment_dtype: "bfloat16" stores moments rounded stochastically.
+        moment_dtype: "bfloat16" and "8bit" store moments rounded stochastically; for
+            "8bit", see `eight_bit`.
         backend: "xla", "mosaic" or "interpret".
 
     Returns:
@@ -100,6 +103,7 @@ def fused_adam(
 class FusedAdam(fused.FusedRule):
     name: ClassVar[str] = "fused_adam"
     state: ClassVar = FusedAdamState
+    has_eight_bit: ClassVar = True
 
     b1: ArrayLike = fused.number(below=1)
     b2: ArrayLike = fused.number(below=1)
@@ -137,7 +141,7 @@ class FusedAdam(fused.FusedRule):
         if decays and not self.adam_w_mode:
             g = g + s["decay"] * w
         m = s["b1"] * moments["mu"] + s["a1"] * g
-        v = s["b2"] * moments["nu"] + s["a2"] * (g * g)
+        v = self.second(s, g, moments["nu"])
         if self.eps_inside_sqrt:
             u = m / jnp.sqrt(v + s["eps"])
         else:
@@ -145,6 +149,16 @@ class FusedAdam(fused.FusedRule):
         if decays and self.adam_w_mode:
             u = u + s["decay"] * w
         return -s["rate"] * u, {"mu": m, "nu": v}
+
+    def second(self, s: Numbers, g: Array, v: Array) -> Array:
+        return s["b2"] * v + s["a2"] * (g * g)
+
+    def most_second(
+        self, s: Numbers, decays: bool, g: Array, weight: Weight, v: Array
+    ) -> Array:
+        if decays and not self.adam_w_mode:
+            g = g + s["decay"] * codes.largest(weight.value)
+        return self.second(s, g, v)
 
     def clip_factor(self, norm: Array, most: ArrayLike) -> Array:
         if not self.legacy:

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import zlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import jax
@@ -20,9 +20,11 @@ from jaxtyping import Array, ArrayLike, Bool, Float, PyTree
 
 from jamp._core.dtypes import is_castable
 from jamp._core.layout import Structure
+from jamp._core.path_rules import PathRule, check_rules, matches
 from jamp._core.show import kind
 from jamp._core.transformation import Transformation as Transformation
-from jamp._core.tree import check_like, path_parts
+from jamp._core.tree import KeyPath, check_like, path_parts, path_string
+from jamp.optimizers import _codes as codes
 from jamp.optimizers._hyperparameters import (
     Count as Count,
     Hyperparameters as Hyperparameters,
@@ -39,13 +41,19 @@ from pallas_kernels import (
     Rule,
     Weight,
     found_inf as found_inf_of,
+    keys_of,
+    noise_like,
     norm as norm_of,
     step,
     width_of as width_of,
 )
 
 _REMEDY = "make it with the `init` of this optimizer, from these params."
+EIGHT_BIT = "8bit"
 _MOMENTS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
+
+
+_NOT_IN_FORMULAS = ("mask", "shardings", "exempt")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,40 +63,63 @@ class FusedRule(Hyperparameters, Rule):
     state: ClassVar[Any]  # a NamedTuple of `count` and trees like the params
     per_leaf: ClassVar[tuple[str, ...]] = ()  # the trees with one number per leaf
     static: ClassVar[Any]
+    has_eight_bit: ClassVar[bool] = False
 
     bias_correction: bool = False
     max_grad_norm: ArrayLike | None = number(optional=True, default=None)
-    moment_dtype: DTypeLike = "float32"
+    moment_dtype: Any = "float32"  # or bfloat16 or "8bit"
+    exempt: tuple[PathRule, ...] = ()  # leaves whose moments "8bit" keeps in float32
 
     def __post_init__(self):
         super().__post_init__()
-        if self.moment_dtype not in _MOMENTS:
+        if self.has_eight_bit and self.moment_dtype == EIGHT_BIT:
+            if self.backend != "xla":
+                raise ValueError(
+                    f"{self.name}: moment_dtype='8bit' needs backend='xla', got "
+                    f"{self.backend!r}."
+                )
+        elif self.moment_dtype in _MOMENTS:
+            object.__setattr__(self, "moment_dtype", jnp.dtype(self.moment_dtype))
+        else:
+            also = ", or '8bit'" if self.has_eight_bit else ""
             raise ValueError(
-                f"{self.name}: moment_dtype must be 'float32' or 'bfloat16', got "
+                f"{self.name}: moment_dtype must be 'float32' or 'bfloat16'{also}, got "
                 f"{self.moment_dtype!r}."
             )
-        object.__setattr__(self, "moment_dtype", jnp.dtype(self.moment_dtype))
         # The rule without its numbers, which may be traced. Rules that differ only in
         # their numbers run the same compiled formula.
         static = copy.copy(self)
         for field in dataclasses.fields(self):
-            if "below" in field.metadata or field.name in ("mask", "shardings"):
+            if "below" in field.metadata or field.name in _NOT_IN_FORMULAS:
                 object.__setattr__(static, field.name, None)
         object.__setattr__(self, "static", static)
 
     def moments(self, params: PyTree) -> tuple[PyTree, ...]:
         """Returns the trees of a new state."""
-        return tuple(self.zeros(params) for _ in self.state._fields[1:])
+        return tuple(self.zeros(params, name) for name in self.state._fields[1:])
 
-    def zeros(self, params: PyTree) -> PyTree:
+    def zeros(self, params: PyTree, name: str = "") -> PyTree:
         """Returns zeros like the params, in float64 for float64 params."""
 
-        def leaf(p):
+        def leaf(path, p):
             p = p if hasattr(p, "dtype") else jnp.asarray(p)
+            if self.moment_dtype == EIGHT_BIT:
+                return self._eight_bit_zeros(path, p, name)
             is_wide = p.dtype == jnp.float64
             return jnp.zeros_like(p, p.dtype if is_wide else self.moment_dtype)
 
-        return jax.tree.map(leaf, params)
+        return jax.tree.map_with_path(leaf, params)
+
+    def _eight_bit_zeros(self, path: KeyPath, p: Array, name: str) -> Any:
+        """Returns the first moment or second moment (`nu`) of a param."""
+        codes.check_dtype(path, p)
+        if matches(self.exempt, path_string(path), p):
+            return jnp.zeros_like(p, jnp.float32)
+        if codes.block_of(p) is None:
+            return jnp.zeros_like(p, jnp.bfloat16)
+        if name == "mu":  # relative to `nu`
+            return jnp.zeros_like(p, codes.FIRST)
+        return codes.zeros_like(p, codes.SECOND if name == "nu" else codes.MOMENTUM)
 
     def numbers(self, count: Count, leaves: Leaves, options: Options) -> Scalars:
         """Returns the numbers that `formula` takes after `count` steps.
@@ -134,6 +165,7 @@ class FusedRule(Hyperparameters, Rule):
     def init(self, params: PyTree) -> Any:
         """Implements optax's `init`."""
         _check_leaves(params, "params")
+        check_rules("exempt", self.exempt, params)
         return self.state(jnp.zeros((), jnp.int32), *self.moments(params))
 
     def update(
@@ -180,7 +212,7 @@ class FusedRule(Hyperparameters, Rule):
             group: the key of the group of these weights, for the random bits.
             only_updates: whether to return updates instead of new weights.
         """
-        rounds_some = rounds or self.moment_dtype == jnp.bfloat16
+        rounds_some = rounds or self.moment_dtype != jnp.float32
         salts = leaf_salts(structure, group) if rounds_some else None
         grads, params = list(map(jnp.asarray, grads)), [w.param for w in weights]
         if not isinstance(state, self.state):
@@ -197,6 +229,9 @@ class FusedRule(Hyperparameters, Rule):
         options = self.options(grad_scale, skip, dtype)
         if self.max_grad_norm is not None:
             options = self.clipped(options, grads)
+        old = trees
+        if self.moment_dtype == EIGHT_BIT:
+            trees = _by_leaf(_widened, old)
         leaves = Leaves(weights, grads, trees, self.decays(structure, params), dtype)
         numbers: dict[str, Any] = {**self.numbers(state.count, leaves, options)}
         new = {
@@ -211,17 +246,53 @@ class FusedRule(Hyperparameters, Rule):
         how: Any = {"count": state.count, "salts": salts, "rounds": rounds}
         how["only_updates"] = only_updates
         stepped, moments = step(self.static, leaves, numbers, options, **how)
+        if self.moment_dtype == EIGHT_BIT and moments:
+            scales = self._scales(leaves, numbers, options, old)
+            keys = keys_of(state.count, salts or ())
+            narrowed = functools.partial(_narrowed, options.skip)
+            moments = _by_leaf(narrowed, moments, old, keys, scales)
         new = {name: structure.unflatten(x) for name, x in (new | moments).items()}
         count = optax.safe_increment(state.count)
         if options.skip is not None:
             count = jnp.where(options.skip, state.count, count)
         return stepped, state._replace(count=count, **new)
 
+    def most_second(
+        self, s: Any, decays: bool, g: Array, weight: Weight, v: Array
+    ) -> Array:
+        """Returns a bound of the new second moments of each block.
+
+        `g` and `v` are bounds of the gradients and the old moments.
+        """
+        raise NotImplementedError
+
+    def _scales(
+        self, leaves: Leaves, numbers: Any, options: Options, old: Any
+    ) -> list[Any]:
+        """Returns bounds of the roots of the second moments in each block.
+
+        The maximum of the new moments would be tighter. But XLA would need a second
+        kernel that reads gradients and moments again.
+        """
+        numbers = {name: jnp.asarray(x, jnp.float32) for name, x in numbers.items()}
+        scales = []
+        for k, nu in enumerate(old.get("nu", [None] * len(leaves.grads))):
+            bound = None
+            if codes.is_eight_bit(nu):
+                g = codes.largest(leaves.grads[k])
+                if options.unscale is not None:
+                    g = g * options.unscale
+                given = leaves.decays[k], g, leaves.weights[k], nu.scales * nu.scales
+                bound = jnp.sqrt(self.most_second(numbers, *given))
+            scales.append(bound)
+        return scales
+
     def _leaves_of(
         self, name: str, tree: PyTree, structure: Structure, like: list[Array] | None
     ) -> list[Array]:
         """Returns the leaves of a tree of the state. It has the shapes of `like`."""
-        leaves, found = jax.tree.flatten(tree)
+        is_leaf = codes.is_eight_bit if self.moment_dtype == EIGHT_BIT else None
+        leaves, found = jax.tree.flatten(tree, is_leaf=is_leaf)
         fits = found == structure
         if fits and like is not None:
             fits = [x.shape for x in leaves] == [x.shape for x in like]
@@ -242,8 +313,34 @@ class FusedTransformation(Transformation):
     def all_finite(
         self, grads: PyTree, grad_scale: ArrayLike | None = None
     ) -> Bool[Array, ""]:
-        options = self.rule.options(grad_scale)
-        return ~found_inf_of(jax.tree.leaves(grads), options=options)
+        leaves, rule = jax.tree.leaves(grads), self.rule
+        if rule.moment_dtype == EIGHT_BIT and "nu" in rule.state._fields:
+            # The step reads these maxima too, so this check reads no more gradients.
+            has_blocks = [codes.block_of(g) is not None for g in leaves]
+            pairs = zip(leaves, has_blocks, strict=True)
+            leaves = [codes.largest(g) if blocks else g for g, blocks in pairs]
+        return ~found_inf_of(leaves, options=rule.options(grad_scale))
+
+
+def _by_leaf(fn: Callable[..., Any], *args: Any) -> dict[str, list[Any]]:
+    """Calls `fn` once for each leaf, with dicts of its moments and items of lists."""
+    lists = [
+        [dict(zip(x, leaf, strict=True)) for leaf in zip(*x.values(), strict=True)]
+        if isinstance(x, Mapping)
+        else x
+        for x in args
+    ]
+    results = [fn(*leaf) for leaf in zip(*lists, strict=True)]
+    return {name: [leaf[name] for leaf in results] for name in args[0]}
+
+
+_widened = jax.jit(codes.widened)
+
+
+@jax.jit
+def _narrowed(skip, wide, old, key, scales):
+    noise = noise_like(next(iter(wide.values())), key)
+    return codes.narrowed(wide, old, noise, scales, skip)
 
 
 @functools.lru_cache(maxsize=64)

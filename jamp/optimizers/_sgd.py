@@ -19,8 +19,8 @@ class FusedSGDState(NamedTuple):
 
     Attributes:
         count: steps taken, shape (), int32.
-        trace: momentum buffers, like the params, in `moment_dtype`; None without
-            momentum.
+        trace: momentum buffers, like the params, in `moment_dtype`; "8bit" stores an
+            `EightBit`; None without momentum.
     """
 
     count: Int[Array, ""]
@@ -84,6 +84,7 @@ def fused_sgd(
 class FusedSGD(fused.FusedRule):
     name: ClassVar[str] = "fused_sgd"
     state: ClassVar = FusedSGDState
+    has_eight_bit: ClassVar = True
 
     momentum: ArrayLike = fused.number()
     dampening: ArrayLike = fused.number()

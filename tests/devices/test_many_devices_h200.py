@@ -34,6 +34,7 @@ LAMB = functools.partial(jo.fused_lamb, 1e-3)  # clips by the global norm
 ADAM = functools.partial(optax.adam, 1e-3)
 FUSED = functools.partial(jo.fused_adam, 1e-3)
 NARROW = functools.partial(FUSED, moment_dtype="bfloat16")
+EIGHT = FUSED(moment_dtype="8bit")
 CLIPPED = functools.partial(jo.fused_adam, 1e-3, max_grad_norm=1.0)
 
 
@@ -179,6 +180,23 @@ def test_xla_steps_sharded_params_without_gathering_them():
     assert "mosaic_gpu" not in program.text
     assert {opcode for opcode, _ in program.collectives} == {"all-reduce"}
     assert sum(program.collectives.values()) <= 4 * 8 * len(LEAVES)
+
+
+@pytest.mark.parametrize("tx", [EIGHT, jo.eight_bit(optax.lion(1e-3))])
+def test_moments_in_8_bits_send_nothing_but_the_flag(tx):
+    specs = {
+        "rows": P("data"),
+        "both": P("data", "model"),
+        "flat": P(("data", "model")),
+    }
+    sizes = {"rows": (64, 512), "both": (256, 512), "flat": (2**14,)}
+    place = functools.partial(eight_devices.shapes, mesh=mesh_of(), specs=specs)
+    params = place({k: jax.ShapeDtypeStruct(s, F32) for k, s in sizes.items()})
+    init = functools.partial(start, tx=tx, level="O5", store_remainder=True)
+    state = place(jax.eval_shape(init, params))
+    program = h200.compile_placed(fused_step, state, place(state.params), donate=(0,))
+    assert {opcode for opcode, _ in program.collectives} == {"all-reduce"}
+    assert sum(program.collectives.values()) <= 4 * 8 * len(sizes)
 
 
 def test_mosaic_in_a_shard_map_refuses_gradients_that_vary():
