@@ -278,7 +278,7 @@ def _split(scan: jc.JaxprEqn, body: jc.Jaxpr) -> list[jc.JaxprEqn]:
         else:
             # The result takes the place of the first operand. No equation of the body
             # reads the others any more.
-            given = [places.pop(v) for v in eqn.invars]
+            given = [places.pop(v) for v in eqn.invars if isinstance(v, jc.Var)]
             (inside,), outside = eqn.outvars, jc.Var(eqn.outvars[0].aval)
             operands = [outer[i] for i in given]
             taken.append(jax_internals.equation_before(scan, eqn, operands, outside))
