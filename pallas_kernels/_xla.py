@@ -47,15 +47,14 @@ def saturate(x: Array, dtype: DTypeLike) -> Array:
     return jnp.clip(x, -limit, limit)
 
 
-def computed_once[T](values: T) -> T:
-    """Stops XLA on a CPU from computing arrays again in each fusion that reads them.
-
-    Two fusions can round differently, one with a fused multiply-add and one without, so
-    the halves of a split would not match. A GPU has one fusion, and a barrier would
-    split it.
-    """
-    barrier = jax.lax.optimization_barrier
-    return jax.lax.platform_dependent(values, cpu=barrier, default=lambda x: x)
+# Stops XLA on a CPU from computing arrays again in each fusion that reads them. Two
+# fusions can round differently, one with a fused multiply-add and one without, so the
+# halves of a split would not match. A GPU has one fusion, and a barrier would split it.
+computed_once = functools.partial(
+    jax.lax.platform_dependent,
+    cpu=jax.lax.optimization_barrier,
+    default=lambda x: x,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

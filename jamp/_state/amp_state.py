@@ -22,7 +22,7 @@ from jamp._policy.levels import Properties
 from jamp._scaling.rules import LossScaleRule, LossScaleState, scales_in_use
 from jamp._state.add_params import with_more_params
 from jamp._state.grads import read_gradients
-from jamp._state.group import check_masters, groups_of, pack_groups
+from jamp._state.group import groups_of, pack_groups
 from jamp._state.loading import (
     array_fields,
     from_state_dict,
@@ -284,7 +284,7 @@ def _replace(self: AmpState, **changes: Any) -> Any:
     is_array = lambda x: isinstance(x, jax.Array | np.ndarray)  # noqa: E731
     opt_state = changes.get("opt_state")
     if opt_state is not None and all(map(is_array, jax.tree.leaves(opt_state))):
-        check_masters(new)
+        groups_of(new)  # raises if masters are missing
     return new
 
 

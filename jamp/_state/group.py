@@ -43,7 +43,11 @@ class Group(NamedTuple):
 
     @classmethod
     def of(cls, tx: Any, opt_state: Any, params: PyTree) -> Self:
-        """Returns the group of params. `tx` may be wrapped in `master_weights`."""
+        """Returns the group of params. `tx` may be wrapped in `master_weights`.
+
+        Raises:
+            TypeError: `tx` keeps masters, but its state has none.
+        """
         has_masters = isinstance(tx, masters.MasterWeights)
         tx = tx.rule.tx if has_masters else tx
         layout, leaves = Layout.of(params)
@@ -51,6 +55,8 @@ class Group(NamedTuple):
         if isinstance(opt_state, masters.MasterWeightsState):
             kept, opt_state = opt_state
             weights = masters.join_masters(layout.trained, trained, kept)
+        elif has_masters:
+            raise TypeError(_NO_MASTERS.format(kind(opt_state)))
         else:
             weights = list(map(Weight, trained))
         return cls(tx, has_masters, layout, leaves, weights, opt_state)
@@ -80,15 +86,6 @@ def pack_groups(by_key: Mapping[Key, Group], like: PyTree = None) -> dict[str, A
             opt_states[key] = masters.MasterWeightsState(kept, group.inner_state)
     packed = [groups.pack(values, like) for values in (params, opt_states)]
     return dict(zip(("params", "opt_state"), packed, strict=True))
-
-
-def check_masters(state: HasGroups) -> None:
-    """Raises if an optimizer keeps masters, but its state has none."""
-    for key, tx in groups.split(state.tx, state.tx).items():
-        kept = groups.get(state.opt_state, key)
-        has_masters = isinstance(kept, masters.MasterWeightsState)
-        if isinstance(tx, masters.MasterWeights) and not has_masters:
-            raise TypeError(_NO_MASTERS.format(kind(kept)))
 
 
 def master_params(state: TrainState) -> PyTree:

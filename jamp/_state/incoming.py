@@ -93,12 +93,17 @@ def check_containers(params: PyTree, tx: Any) -> None:
 
 
 def check_apply_fn(apply_fn: Any) -> None:
-    """Raises if `apply_fn` is an unbound Linen module, because it is not callable."""
-    for fn in _entries(apply_fn) or [apply_fn]:
+    """Raises unless `apply_fn` is None, a function, or a container of functions."""
+    for fn in groups.split(apply_fn, apply_fn).values():
         if isinstance(fn, linen.Module):
             raise TypeError(
                 f"apply_fn is {kind(fn)}, a Linen module: pass its method "
                 "`apply`, as in `apply_fn=model.apply`."
+            )
+        if fn is not None and not callable(fn):
+            raise TypeError(
+                f"apply_fn is {short_repr(fn)}, which is not callable: pass "
+                "`model.apply`, or a list, tuple or dict of functions like `params`."
             )
 
 

@@ -24,9 +24,9 @@ from jamp._scaling.rules import check_single
 from jamp._state.group import groups_of, pack_groups
 from jamp._state.incoming import ARRAY_LIKE
 from jamp._state.new_state import (
+    init_group,
     init_optimizer,
     replicate_uncommitted,
-    with_first_masters,
 )
 from pallas_kernels import Weight, split_float32
 
@@ -45,12 +45,13 @@ def load(state: TrainState, params: PyTree, reset_optimizer: bool) -> dict[str, 
     check_like(to_names(given), to_names(state.params), "params", _REMEDY)
     params = from_names(state.params, to_names(given))
     _check_dtypes(params, state.params)
+    if reset_optimizer and state.opt_state is None:  # before, it had no `tx`
+        wide = jax.tree.map(widen, state.params)
+        by_key = {groups.SINGLE: init_group(state.tx, wide, state.params)}
+    else:
+        by_key = groups_of(state)
     loaded = {}
-    for key, group in groups_of(state).items():
-        if reset_optimizer and all([w.master is None for w in group.weights]):
-            # After `replace(tx=)`, a state may have no masters yet.
-            wide = list(map(widen, group.leaves))
-            group = with_first_masters(group, wide, groups.get(state.tx, key))
+    for key, group in by_key.items():
         leaves = jax.tree.leaves(groups.get(params, key))
         weights = list(map(load_weight, group.weights, group.layout.pick(leaves)))
         group = group._replace(leaves=leaves, weights=weights)

@@ -3,7 +3,7 @@
 Moments get the sharding of their params; scalars are replicated.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -109,8 +109,13 @@ def init_group(
     Raises:
         ValueError: the transformation contains `master_weights` already.
     """
-    leaves = jax.tree.leaves(originals)
-    group = with_first_masters(Group.of(tx, None, params), leaves, tx)
+    wraps = isinstance(tx, masters.MasterWeights)
+    group = Group.of(tx.rule.tx if wraps else tx, None, params)
+    if wraps:
+        layout, remainder = group.layout, tx.store_remainder
+        both = map(layout.pick, (group.leaves, jax.tree.leaves(originals)))
+        weights = masters.with_masters(layout.trained, *both, store_remainder=remainder)
+        group = group._replace(has_masters=True, weights=weights)
     return group if tx is None else init_optimizer(group)
 
 
@@ -130,19 +135,6 @@ _WRAPPED = {
     "it without stochastic_rounding, and at O5 `master_weights=False, "
     "stochastic_rounding=True`.",
 }
-
-
-def with_first_masters(group: Group, originals: Sequence[Any], tx: Any) -> Group:
-    """Returns a group with new masters, if its optimizer `tx` keeps masters.
-
-    Its params were cast from `originals`, all leaves before the cast.
-    """
-    if not group.has_masters:
-        return group
-    layout, remainder = group.layout, tx.store_remainder
-    both = map(layout.pick, (group.leaves, originals))
-    weights = masters.with_masters(layout.trained, *both, store_remainder=remainder)
-    return group._replace(weights=weights)
 
 
 def _with_shardings(

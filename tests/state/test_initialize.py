@@ -131,6 +131,8 @@ TYPE_ERRORS = [
     (dict(extra={"a": len}), r"extra field extra\['a'\] is"),
     (dict(tree=jamp.initialize(W, None, verbosity=0)), "params is an AmpSt.*master_p"),
     (dict(apply_fn=nn.Dense(3)), "apply_fn is a Dense, a Linen.*`apply_fn=model.app"),
+    (dict(apply_fn="text"), "apply_fn is 'text', which is not callable.*`model.apply`"),
+    (dict(apply_fn=OrderedDict(g=len)), "apply_fn is OrderedD.*list, tuple or dict"),
     (dict(state_class=TrainState), "state_class must be jamp.AmpState or a subcl"),
     (dict(opt_state=1), "cannot take 'opt_state', which it sets itself"),
 ]

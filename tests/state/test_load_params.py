@@ -1,5 +1,7 @@
 """Test `replace(params=...)` and `load_params`, also in NNX."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -204,3 +206,12 @@ def test_another_optimizer_starts_like_in_a_new_state(level, before):
     wide = jamp.master_params(state)
     new = make(level[:2], wide, tx, **options)
     assert_same_bits(stepped(state).opt_state, stepped(new).opt_state)
+
+
+@pytest.mark.parametrize("opt_state", [None, {"masters": {}, "inner_state": ()}])
+def test_a_step_without_masters_raises(opt_state):
+    """A stateless optimizer would step the half params, and nobody would notice."""
+    state = make("O2", tree(), None).replace(tx=optax.scale(-0.1))
+    state = dataclasses.replace(state, opt_state=opt_state)  # as a tool restored it
+    with pytest.raises(TypeError, match="reset_optimizer=True"):
+        stepped(state)
