@@ -13,6 +13,7 @@ from jax import lax
 from jax.experimental import hijax
 
 import jamp
+from jamp._autocast.hijax import expanded, with_program
 from tests.autocast.test_coverage import TOLERANCE, W, X
 from tests.support.constructs import AROUND, TABLE, custom_vjp, layer
 from tests.support.near import assert_near
@@ -182,6 +183,13 @@ def test_autocast_expands_an_unknown_object():
     assert_close(gradients(half(mystery), W, X), gradients(mystery, W, X))
     lists = jamp.AutocastLists().with_primitive("Mystery", "recorded")
     assert lowered_products(half(mystery, lists=lists)) == ["float32", "float16"]
+
+
+def test_a_rewritten_object_differs_from_the_users():
+    """JAX compares objects by class and params, and some caches compare objects."""
+    prim = Mystery(jax.typeof(W))
+    new = with_program(prim, expanded(prim))
+    assert new != prim and expanded(new) is not expanded(prim)
 
 
 @pytest.mark.parametrize("error", [NotImplementedError(), KeyError("scale")])
