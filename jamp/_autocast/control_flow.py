@@ -241,7 +241,6 @@ def _custom_vjp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> No
     # The rules may close over values of an outer program. These become operands without
     # a derivative, like the values that the function itself closes over.
     free = [v for v in derivatives.closed_over(eqn) if v in rewriter.versions]
-    free = free if not eqn.effects else []  # effects refer to operands by position
     tracing = _tracing(rewriter, eqn)
     run = functools.partial(derivatives.run_rule, write, tracing, free)
     function = derivatives.custom_vjp(eqn, inner, run, len(free))

@@ -60,17 +60,19 @@ def _expanded(same: Itself) -> jc.Jaxpr | None:
         )
         return None
     same_types = [v.aval for v in program.outvars] == list(prim.out_avals_flat)
-    return _inner(program) if same_types and not program.effects else None
+    called = _called(program)
+    if called is None and program.effects:
+        return None  # the object would need other effects
+    return (called or program) if same_types else None
 
 
-def _inner(program: jc.Jaxpr) -> jc.Jaxpr:
-    """Returns the program that a program only calls, or the same program."""
-    names = [eqn.primitive.name for eqn in program.eqns]
-    if names == ["eval_jaxpr"]:
-        (call,) = program.eqns
-        if call.invars == program.invars and call.outvars == program.outvars:
-            return call.params["call_jaxpr"]
-    return program
+def _called(program: jc.Jaxpr) -> jc.Jaxpr | None:
+    """Returns the program that a program only calls, or None."""
+    if [eqn.primitive.name for eqn in program.eqns] != ["eval_jaxpr"]:
+        return None
+    (call,) = program.eqns
+    same = call.invars == program.invars and call.outvars == program.outvars
+    return call.params["call_jaxpr"] if same else None
 
 
 def with_program(prim: Any, program: jc.Jaxpr) -> Any:

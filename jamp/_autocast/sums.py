@@ -270,21 +270,20 @@ def _split(scan: jc.JaxprEqn, body: jc.Jaxpr) -> list[jc.JaxprEqn]:
     places = {v: i for i, v in enumerate(inner[:consts]) if times[v] == 1}
     taken, left = [], []
     for eqn in body.eqns:
+        operands = [v for v in eqn.invars if isinstance(v, jc.Var) and v in places]
         moves = traits_of(eqn.primitive.name).shape in _REARRANGE
-        if not (moves and all(isinstance(v, jc.Var) for v in eqn.invars)):
+        if not moves or len(operands) < len(eqn.invars):
             left.append(eqn)
-        elif not all(v in places for v in eqn.invars):
-            left.append(eqn)
-        else:
-            # The result takes the place of the first operand. No equation of the body
-            # reads the others any more.
-            given = [places.pop(v) for v in eqn.invars if isinstance(v, jc.Var)]
-            (inside,), outside = eqn.outvars, jc.Var(eqn.outvars[0].aval)
-            operands = [outer[i] for i in given]
-            taken.append(jax_internals.equation_before(scan, eqn, operands, outside))
-            inner[given[0]], outer[given[0]] = inside, outside
-            if times[inside] == 1:
-                places[inside] = given[0]
+            continue
+        # The result takes the place of the first operand. No equation of the body reads
+        # the others any more.
+        given = [places.pop(v) for v in operands]
+        (inside,), outside = eqn.outvars, jc.Var(eqn.outvars[0].aval)
+        invars = [outer[i] for i in given]
+        taken.append(jax_internals.equation_before(scan, eqn, invars, outside))
+        inner[given[0]], outer[given[0]] = inside, outside
+        if times[inside] == 1:
+            places[inside] = given[0]
     if not taken:
         return [scan]
     body = jax_internals.unnamed(body).replace(invars=inner, eqns=left)

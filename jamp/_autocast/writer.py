@@ -144,7 +144,8 @@ class Writer:
         (new,) = call(function, operands, None, eqn)
         pairs = zip(eqn.outvars, results, strict=True)
         outvars = [self._bind(v, value) for v, value in pairs]
-        self.eqns.append(new.replace(outvars=outvars))
+        # Effects name the user's variables. Those with effects keep their variables.
+        self.eqns.append(new.replace(outvars=outvars, effects=eqn.effects))
 
     def _note(
         self,

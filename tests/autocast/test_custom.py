@@ -91,6 +91,15 @@ def reversed_by(y):
     return custom_vjp(lambda x: x, lambda x: (x, None), lambda _, g: (-g * y,))
 
 
+def times_reference(y):
+    times = custom_vjp(
+        lambda x, ref: x * ref[...],
+        lambda x, ref: (x * ref[...], ref[...]),
+        lambda saved, g: (g * y * saved, None),
+    )
+    return lambda x: times(x, jax.new_ref(jnp.float32(3.0)))
+
+
 def by_argument(y):
     """Closes an argument over the value, as JAX's own solvers do."""
     apply = custom_vjp(
@@ -131,6 +140,7 @@ TRACED = {
     ),
     "intermediate": lambda y: product_with(lax.stop_gradient(y * 2 + 1)),
     "two": lambda y: product_with(reversed_by(y)(y) * 3),
+    "beside a reference": times_reference,
 }
 
 

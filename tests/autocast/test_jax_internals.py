@@ -8,6 +8,7 @@ import contextlib
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType
 
 import jamp
@@ -35,3 +36,14 @@ def test_only_a_jit_without_options_is_inlined(name, in_mesh):
         written = jax.make_jaxpr(jamp.autocast(fn))(X).eqns
     assert jax_internals.is_bare_jit(eqn) == is_bare
     assert ([e.primitive.name for e in written] == ["sin"]) == is_bare
+
+
+def with_metadata(x):
+    with set_xla_metadata(room="bind"):
+        return jnp.tanh(x @ x)
+
+
+def test_equations_and_casts_keep_the_context_of_the_user():
+    text = jax.jit(jamp.autocast(with_metadata)).lower(X).as_text()
+    lines = [line for line in text.splitlines() if "= stablehlo." in line]
+    assert lines and all('room = "bind"' in line for line in lines)
