@@ -141,7 +141,7 @@ class FusedAdam(fused.FusedRule):
         if decays and not self.adam_w_mode:
             g = g + s["decay"] * w
         m = s["b1"] * moments["mu"] + s["a1"] * g
-        v = self.second(s, g, moments["nu"])
+        v = s["b2"] * moments["nu"] + s["a2"] * (g * g)
         if self.eps_inside_sqrt:
             u = m / jnp.sqrt(v + s["eps"])
         else:
@@ -150,15 +150,12 @@ class FusedAdam(fused.FusedRule):
             u = u + s["decay"] * w
         return -s["rate"] * u, {"mu": m, "nu": v}
 
-    def second(self, s: Numbers, g: Array, v: Array) -> Array:
-        return s["b2"] * v + s["a2"] * (g * g)
-
     def most_second(
         self, s: Numbers, decays: bool, g: Array, weight: Weight, v: Array
     ) -> Array:
         if decays and not self.adam_w_mode:
             g = g + s["decay"] * codes.largest(weight.value)
-        return self.second(s, g, v)
+        return s["b2"] * v + s["a2"] * (g * g)
 
     def clip_factor(self, norm: Array, most: ArrayLike) -> Array:
         if not self.legacy:

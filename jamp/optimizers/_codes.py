@@ -162,6 +162,7 @@ def check_dtype(path: KeyPath, param: Any) -> None:
 
 def largest(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """Returns the largest magnitude of each block, in float32; NaN if one is."""
+    x = x.astype(jnp.float32) if x.dtype == jnp.float64 else x
     # XLA's maximum of floats on a CPU loses NaN. The bits of NaN are the largest.
     kind, sign = (np.uint16, 2**15) if x.dtype.itemsize == 2 else (np.uint32, 2**31)
     size = jax.lax.bitcast_convert_type(x, kind) & kind(sign - 1)

@@ -333,3 +333,7 @@ def test_float64_params_are_an_error():
         for tx in (EIGHT, jo.eight_bit(optax.adam(1e-2))):
             with pytest.raises(TypeError, match=r"params\['w'\] is float64.*8 bits"):
                 tx.init(params)
+        grads = jax.tree.map(jnp.float64, tree())
+        params = jax.tree.map(jnp.asarray, tree())
+        updates, _ = EIGHT.update(grads, EIGHT.init(params), params)
+        assert updates["w"].dtype == jnp.float32
