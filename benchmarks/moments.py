@@ -65,6 +65,7 @@ EXEMPT = "8bit, embeddings exempt"
 
 
 def cells() -> Iterator[tuple[str, str, str, int]]:
+    """Yields runs, the slowest last."""
     for seed in SEEDS:
         for model, moments in itertools.product(("text", "digits"), FORMATS):
             yield model, "Adam", moments, seed

@@ -107,6 +107,23 @@ def test_bytes_per_parameter_with_moments_in_8_bits(name):
     assert all(size <= spec.total / 64 for size in program.copies)
 
 
+OTHERS = {
+    "`fused_sgd` moves 17.1 bytes": functools.partial(SGD, 0.9, moment_dtype="8bit"),
+    "`eight_bit(optax.adamw)` moves\n  20.2 bytes": lambda: jo.eight_bit(
+        optax.adamw(1e-3)
+    ),
+}
+
+
+@pytest.mark.h200
+@pytest.mark.parametrize("words", OTHERS)
+def test_others_read_moments_again_for_the_maxima_of_blocks(words):
+    assert words in SHOWN
+    spec = specs.Spec("one matrix", ((1024, 2048),))
+    program = compiled(spec, initialize(OTHERS[words](), **SPLIT))
+    assert f"{program.traffic / spec.total:.1f} bytes" in words
+
+
 @pytest.mark.parametrize("name", EIGHT_BIT)
 def test_bytes_held_with_moments_in_8_bits(name):
     options, _, most = EIGHT_BIT[name]
