@@ -12,6 +12,7 @@ from flax import serialization
 from flax.training.train_state import TrainState
 from jaxtyping import PyTree
 
+from jamp._core import groups
 from jamp._core.dtypes import is_half
 from jamp._core.groups import Key
 from jamp._core.show import summary
@@ -22,7 +23,7 @@ from jamp._policy.levels import Properties
 from jamp._scaling.rules import LossScaleRule, LossScaleState, scales_in_use
 from jamp._state.add_params import with_more_params
 from jamp._state.grads import read_gradients
-from jamp._state.group import groups_of, pack_groups
+from jamp._state.group import check_masters, groups_of, pack_groups
 from jamp._state.loading import (
     array_fields,
     from_state_dict,
@@ -284,7 +285,8 @@ def _replace(self: AmpState, **changes: Any) -> Any:
     is_array = lambda x: isinstance(x, jax.Array | np.ndarray)  # noqa: E731
     opt_state = changes.get("opt_state")
     if opt_state is not None and all(map(is_array, jax.tree.leaves(opt_state))):
-        groups_of(new)  # raises if masters are missing
+        for key, tx in groups.split(new.tx, new.tx).items():
+            check_masters(tx, groups.get(opt_state, key))
     return new
 
 

@@ -48,6 +48,7 @@ class Group(NamedTuple):
         Raises:
             TypeError: `tx` keeps masters, but its state has none.
         """
+        check_masters(tx, opt_state)
         has_masters = isinstance(tx, masters.MasterWeights)
         tx = tx.rule.tx if has_masters else tx
         layout, leaves = Layout.of(params)
@@ -55,8 +56,6 @@ class Group(NamedTuple):
         if isinstance(opt_state, masters.MasterWeightsState):
             kept, opt_state = opt_state
             weights = masters.join_masters(layout.trained, trained, kept)
-        elif has_masters:
-            raise TypeError(_NO_MASTERS.format(kind(opt_state)))
         else:
             weights = list(map(Weight, trained))
         return cls(tx, has_masters, layout, leaves, weights, opt_state)
@@ -65,6 +64,13 @@ class Group(NamedTuple):
         """Returns the params in float32."""
         every = self.layout.fill(self.leaves, [w.value for w in self.weights])
         return self.layout.structure.unflatten(every)
+
+
+def check_masters(tx: Any, opt_state: Any) -> None:
+    """Raises if an optimizer keeps masters, but its state has none."""
+    kept = isinstance(opt_state, masters.MasterWeightsState)
+    if isinstance(tx, masters.MasterWeights) and not kept:
+        raise TypeError(_NO_MASTERS.format(kind(opt_state)))
 
 
 def groups_of(state: HasGroups) -> dict[Key, Group]:

@@ -57,7 +57,7 @@ def loss_fn(params, x):
 # params, the masters and the gradients; two moments, or the skip.
 TX = {
     "fused": (optimizers.fused_adam(1e-3), 45, 5),
-    "optax": (optax.adam(1e-3), 31, 5),
+    "optax": (optax.adam(1e-3), 32, 5),
 }
 
 
