@@ -9,7 +9,7 @@ keeps its dtype, because its gradient is a sum over the iterations.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -37,6 +37,7 @@ from jamp._autocast.program import (
     region_rule,
 )
 from jamp._autocast.rewrite import Rewriter, program
+from jamp._autocast.tracing import Itself
 from jamp._autocast.values import Value, in_dtypes, one_of
 from jamp._core.dtypes import FLOAT32
 
@@ -218,10 +219,28 @@ def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> No
         outs = [x.dtype if is_float(v) else dtype_of(v) for x, v in pairs]
         return _program(rewriter, eqn, jaxpr, given).written(outs)
 
-    tracing = _tracing(rewriter, eqn)
-    function = derivatives.custom_jvp(eqn, inner, write, tracing)
+    make = functools.partial(
+        derivatives.custom_jvp, eqn, inner, write, _tracing(rewriter, eqn)
+    )
     ins = [value.dtype for value in operands]
-    rewriter.emit_function(eqn, function, ins, results)
+    rewriter.emit_function(eqn, _shared(rewriter, eqn, found, make), ins, results)
+
+
+def _shared(
+    rewriter: Rewriter,
+    eqn: jc.JaxprEqn,
+    found: Rewriter,
+    make: Callable[[], Callable[..., Any]],
+) -> Callable[..., Any]:
+    """Makes the function for an equation, or returns that of an equal equation.
+
+    JAX then differentiates both once. They have the same program and rules, as calls of
+    one jitted function do, and autocast knows the same of their operands.
+    """
+    key = "function", found, *map(Itself, eqn.params.values())
+    if key not in rewriter.scope.written:
+        rewriter.scope.written[key] = make()
+    return rewriter.scope.written[key]
 
 
 def _with_tangents[T](of_primals: Sequence[T], zeros: Sequence[bool]) -> list[T]:
@@ -236,14 +255,17 @@ def _custom_vjp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> No
     The user's `bwd` takes the residuals of the user's `fwd` and returns gradients in
     the dtypes of the operands. So both rules keep the dtypes at their borders.
     """
-    write = functools.partial(_kept, rewriter, eqn)
-    inner = write(frames[0].program, rewriter.values.closed(frames[0].operands))
+    (frame,), write = frames, functools.partial(_kept, rewriter, eqn)
+    given = rewriter.values.closed(frame.operands)
+    found = _program(rewriter, eqn, frame.program, given)
+    inner = found.written(recorded(frame.program.outvars))
     # The rules may close over values of an outer program. These become operands without
     # a derivative, like the values that the function itself closes over.
     free = [v for v in derivatives.closed_over(eqn) if v in rewriter.versions]
     tracing = _tracing(rewriter, eqn)
     run = functools.partial(derivatives.run_rule, write, tracing, free)
-    function = derivatives.custom_vjp(eqn, inner, run, len(free))
+    make = functools.partial(derivatives.custom_vjp, eqn, inner, run, len(free))
+    function = _shared(rewriter, eqn, found, make)
     eqn = eqn.replace(invars=[*eqn.invars, *(_stopped(rewriter, v) for v in free)])
     results = rewriter.values.recorded(eqn)
     rewriter.emit_function(eqn, function, recorded(eqn.invars), results)

@@ -27,6 +27,7 @@ from jaxtyping import PyTree
 
 from jamp._autocast.frames import frames_of, once_per_program, with_programs
 from jamp._autocast.hijax import hi_primitive
+from jamp._autocast.jax_internals import function_of
 from jamp._autocast.traced import traced
 
 type Trace = Callable[[], AbstractContextManager[None]]
@@ -89,7 +90,7 @@ def custom_jvp(
             for out, t in zip(outs, results, strict=True)
         ]
 
-    function = jax.custom_jvp(jc.jaxpr_as_fun(program))
+    function = jax.custom_jvp(_called_as(program, jc.jaxpr_as_fun(program)))
     function.defjvp(derivative, symbolic_zeros=symbolic_zeros)
     return function
 
@@ -155,9 +156,8 @@ def custom_vjp(
     def function(*operands: Any) -> Any:
         consts, args = operands[: rules.consts], operands[rules.consts :]
         # JAX refuses to differentiate a closed-over value.
-        own = jax.custom_vjp(
-            lambda *args: jc.jaxpr_as_fun(program)(*consts, *args[:end])
-        )
+        call = lambda *args: jc.jaxpr_as_fun(program)(*consts, *args[:end])  # noqa: E731
+        own = jax.custom_vjp(_called_as(program, call))
         own.defvjp_with_logs(
             forward, functools.partial(backward, rules.backward), **rules.options
         )
@@ -235,6 +235,13 @@ def _rules_of_object(prim: Any) -> _Rules:
     return _Rules(consts, forward, backward, options, remat)
 
 
+def _called_as(program: jc.Jaxpr, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function with the name of the user's, which JAX prints."""
+    named = lambda *args: fn(*args)  # noqa: E731
+    named.__name__ = function_of(program)[0]
+    return named
+
+
 def _is_zero(x: object) -> bool:
     return isinstance(x, SymbolicZero | ad.Zero)
 
@@ -303,31 +310,24 @@ def _variable_of(tracer: Any) -> jc.Var | None:
     return tracer if isinstance(tracer, jc.Var) else None
 
 
-def _with_inputs(
-    jaxpr: jc.Jaxpr, variables: Sequence[jc.Var], place: int = 0
-) -> jc.Jaxpr:
-    """Returns a program with variables of another program as additional inputs.
+def _with_inputs(jaxpr: jc.Jaxpr, variables: Sequence[jc.Var]) -> jc.Jaxpr:
+    """Returns a program with variables of another program as its first inputs.
 
     A constant of the program that is the tracer of such a variable becomes that input.
     """
-    if not variables:
-        return jaxpr
     new = {v: jc.Var(v.aval) for v in variables}
-    kept = []
+    kept: dict[jc.Var, Any] = {}
     for var, const in zip(jaxpr.constvars, jaxpr.consts, strict=True):
         known = _variable_of(const)
         if known in new:
             new[known] = var
         else:
-            kept.append((var, const))
-    invars = [*jaxpr.invars[:place], *new.values(), *jaxpr.invars[place:]]
-    jaxpr = jaxpr.replace(constvars=[var for var, _ in kept], invars=invars)
-    return _closed(jaxpr, [const for _, const in kept])
-
-
-def _closed(jaxpr: jc.Jaxpr, consts: Sequence[Any]) -> jc.Jaxpr:
-    """Binds constants to a program that would otherwise take them as first inputs."""
-    return jaxpr.with_consts(consts) if consts else jaxpr
+            kept[var] = const
+    return jaxpr.replace(
+        invars=[*new.values(), *jaxpr.invars],
+        constvars=list(kept),
+        consts=list(kept.values()),
+    )
 
 
 # ---- tracers in closures

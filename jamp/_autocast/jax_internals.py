@@ -84,12 +84,18 @@ def calling_functions(eqn: jc.JaxprEqn) -> list[str]:
 
 
 def jitted_function(eqn: jc.JaxprEqn) -> str:
-    """Returns the path of the JAX function that a `jit` calls; "" for other functions.
-
-    The program of a `jit` stores its function and line: "inv at .../linalg.py:12".
-    """
-    name, _, place = (program_of(eqn).debug_info.func_src_info or "").partition(" at ")
+    """Returns the path of the JAX function that a `jit` calls; "" for others."""
+    name, place = function_of(program_of(eqn))
     return _path(place.rpartition(":")[0], name)
+
+
+def function_of(program: jc.Jaxpr) -> tuple[str, str]:
+    """Returns the name and the line of the function that JAX traced to a program.
+
+    The program stores both: "inv at .../linalg.py:12".
+    """
+    name, _, place = (program.debug_info.func_src_info or "").partition(" at ")
+    return name, place
 
 
 @functools.cache

@@ -141,7 +141,7 @@ class Writer:
         """Writes JAX's equation of a function with custom derivatives, for `eqn`."""
         pairs = zip(eqn.invars, in_dtypes, strict=True)
         operands = [self.read(v, dtype) for v, dtype in pairs]
-        (new,) = call(function, operands, None, eqn)
+        (new,) = call(function, operands, None, eqn, self.values.scope.written)
         pairs = zip(eqn.outvars, results, strict=True)
         outvars = [self._bind(v, value) for v, value in pairs]
         # Effects name the user's variables. Those with effects keep their variables.

@@ -182,6 +182,20 @@ def test_an_error_about_a_hidden_tracer_says_what_to_do(fn):
     assert_same(lambda fn: jax.grad(total(fn))(X, Y), lambda x, y: Trainer(2.0)(x))
 
 
+def cubed(x):
+    return x**3
+
+
+@pytest.mark.parametrize("kind", [jax.custom_jvp, jax.custom_vjp])
+def test_jax_prints_the_users_name_of_a_function(kind):
+    function = kind(cubed)
+    if kind is jax.custom_jvp:
+        function.defjvp(lambda p, t: (cubed(*p), t[0]))
+    else:
+        function.defvjp(lambda x: (cubed(x), None), lambda _, g: (g,))
+    assert "name=cubed" in str(jax.make_jaxpr(jamp.autocast(function))(X))
+
+
 def test_a_leak_without_custom_rules_gets_no_advice_about_them():
     leaked = []
     jax.jit(lambda x: leaked.append(x + 1))(X)
