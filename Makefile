@@ -44,7 +44,7 @@ test-next: ## run autocast's tests on JAX's newest pre-release, in .venv-next
 sweep: $(VENV)/.test ## check autocast on all functions of JAX
 	JAMP_SWEEP=1 $(PYTHON) -m pytest -n 2 tests/autocast/test_sweep.py tests/autocast/test_torch.py $(ARGS)
 
-fuzz: $(VENV)/.test ## check 30,000 random programs, from SEED on, and other properties
+fuzz: $(VENV)/.test ## check 20,000 random programs, from SEED on, and other properties
 	JAMP_FUZZ=$(or $(SEED),0) $(PYTHON) -m pytest -n 2 tests/autocast/test_fuzz.py tests/core/test_properties.py $(ARGS)
 
 soak: $(VENV)/.test ## train for 20,000 steps with random overflows, and check that nothing grows

@@ -29,8 +29,6 @@ from jamp._autocast.sums import LOOKUPS
 from jamp._autocast.values import Value, Values, joint_source
 from jamp._core.dtypes import FLOAT32
 
-_SUMS = ("add", "sub")
-
 
 class Case:
     """An equation to decide on, with the facts that the rows of the table read."""
@@ -46,8 +44,9 @@ class Case:
         self.values, self.eqn, self.name, self.rule = values, eqn, name, rule
         self.given, self.traits = given, traits_of(name)
         self.votes = {value.vote for value in given} - {None}
-        if values.widest and name in _SUMS and any(map(_is_mask, eqn.invars, given)):
-            self.votes.add(FLOAT32)
+        if values.widest and values.half in self.votes and name in ("add", "sub"):
+            if any(map(_is_mask, eqn.invars, given)):
+                self.votes.add(FLOAT32)
         # Whether a result is float32 in the user's program, unlike a comparison's.
         self.has_float32_result = any([is_float32(v) for v in eqn.outvars])
         # Whether an operand, and whether the result, may be beyond half's range.
