@@ -54,13 +54,8 @@ def _each_apart(original: Function) -> Function:
     return read
 
 
-def _sums_only_weights(original: Function) -> Function:
-    def write(rewriter, eqn, var, results):
-        if eqn.primitive.name == "dot_general":
-            return original(rewriter, eqn, var, results)
-        return rewriter._write(eqn, rewriter.values.half, results)
-
-    return write
+def _plain_sum(original: Function) -> Function:
+    return lambda matmul, bias: matmul + bias.astype(matmul.dtype)
 
 
 def _without_copies(original: Function) -> Function:
@@ -92,12 +87,12 @@ def _keeps_names(original: Function) -> Function:
 MECHANISMS = {
     "bias sums": Mechanism(
         "The gradient of a bias is summed in float32.",
-        "rewrite.Rewriter._write_summed",
-        _sums_only_weights,
+        "decide.with_bias",
+        _plain_sum,
     ),
     "repeated": Mechanism(
         "The gradient of a broadcast array sums rounded cotangents in float32.",
-        "decide._repeated",
+        "decide._with_rounded_sum",
         _gives(None),
     ),
     "softmax": Mechanism(
@@ -157,13 +152,13 @@ MECHANISMS = {
     ),
     "weights": Mechanism(
         "The gradient of a weight that a loop shares is a sum of float32 matmuls.",
-        "decide.summed_weight",
+        "decide.shared_weight",
         _gives(None),
     ),
     "lookups": Mechanism(
         "The gradient of a lookup in a half array is a float32 sum.",
-        "case.Case.table",
-        lambda original: property(lambda case: None),
+        "case.Case.looks_up",
+        _never,
     ),
     "numbers": Mechanism(
         "An operation that does not round keeps the digits of its numbers.",
@@ -207,7 +202,7 @@ MECHANISMS = {
     ),
     "cotangent copies": Mechanism(
         "Matmuls of several shared weights with one cotangent are not merged.",
-        "rewrite.with_weight",
+        "decide.with_weight",
         _without_copies,
     ),
     "half params": Mechanism(
