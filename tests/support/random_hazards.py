@@ -191,7 +191,6 @@ HAZARDS: dict[str, Layer] = {
         0, 4, lambda k, h: h + (c @ d.w) / (k + 1), a @ d.w
     ),
     "cummax": lambda a, c, d: lax.cummax(a @ d.w, axis=1) + c,
-    "cumprod": lambda a, c, d: jnp.cumprod(1 + jnp.tanh(a @ d.w) / 8, 1),
     "cumlogsumexp": lambda a, c, d: lax.cumlogsumexp(a @ d.w, axis=1),
     # numbers next to 1
     "log_of_rest": lambda a, c, d: (
