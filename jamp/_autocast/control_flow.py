@@ -25,6 +25,7 @@ from jamp._autocast.frames import (
     Frame,
     with_programs,
 )
+from jamp._autocast.hijax import hi_primitive
 from jamp._autocast.loops import half_carries
 from jamp._autocast.marks import traced_for
 from jamp._autocast.origins import origin_of_unknown
@@ -200,6 +201,8 @@ def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> No
     found, values = _called(rewriter, eqn, frames[0], operands)
     inner = found.written()
     results = in_dtypes(values, recorded(inner.outvars))
+    is_object = hi_primitive(eqn) is not None
+    consts = 0 if is_object else eqn.params["num_consts"]  # the rule takes none
 
     # JAX calls this when it differentiates, and only then traces the user's rule.
     def write(jaxpr: jc.Jaxpr, absent: Sequence[bool], zeros: Sequence[bool]):
@@ -207,7 +210,7 @@ def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> No
         # integer's tangent is a float0.
         # Half operands vote for half, as in the function. Then relu's derivative reads
         # relu's own half operand, and JAX saves no other residual.
-        incoming = _with_tangents(operands, absent)
+        incoming = _with_tangents(operands[consts:], absent)
         given = [
             x._replace(
                 dtype=x.dtype if is_float(v) else dtype_of(v),
@@ -219,20 +222,23 @@ def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> No
         outs = [x.dtype if is_float(v) else dtype_of(v) for x, v in pairs]
         return _program(rewriter, eqn, jaxpr, given).written(outs)
 
-    make = functools.partial(
-        derivatives.custom_jvp, eqn, inner, write, _tracing(rewriter, eqn)
-    )
+    make = derivatives.custom_jvp if is_object else derivatives.with_custom_jvp
+    make = functools.partial(make, eqn, inner, write, _tracing(rewriter, eqn))
+    made: Any = _shared(rewriter, eqn, found, make)
     ins = [value.dtype for value in operands]
-    rewriter.emit_function(eqn, _shared(rewriter, eqn, found, make), ins, results)
+    if is_object:
+        rewriter.emit_function(eqn, made, ins, results)
+    else:
+        rewriter.emit(eqn, ins, results, made)
 
 
 def _shared(
     rewriter: Rewriter,
     eqn: jc.JaxprEqn,
     found: Rewriter,
-    make: Callable[[], Callable[..., Any]],
-) -> Callable[..., Any]:
-    """Makes the function for an equation, or returns that of an equal equation.
+    make: Callable[[], Any],
+) -> Any:
+    """Makes a function or parameters for an equation, as for an equal equation before.
 
     JAX then differentiates both once. They have the same program and rules, as calls of
     one jitted function do, and autocast knows the same of their operands.

@@ -1,7 +1,7 @@
-"""Writes functions with custom derivatives again, by `jax.custom_jvp` and `custom_vjp`.
+"""Writes functions with custom derivatives again, by `jax.custom_vjp` and others.
 
-    y = custom_jvp_call[call_jaxpr=f jvp_jaxpr_fun=rule] x
-    y = jax.custom_jvp(f')(x), whose rule traces and rewrites the user's rule
+    y = custom_vjp_call[call_jaxpr=f fwd_jaxpr_thunk=fwd bwd=bwd] x
+    y = jax.custom_vjp(f')(x), whose rules trace and rewrite fwd and bwd
 
 The equation of a function with custom derivatives holds the user's rules as Python
 functions. JAX traces them when it differentiates. The rules of the new function trace
@@ -60,14 +60,19 @@ def has_rules(program: jc.Jaxpr) -> bool:
 def custom_jvp(
     eqn: jc.JaxprEqn, program: jc.Jaxpr, write: Callable[..., jc.Jaxpr], tracing: Trace
 ) -> Callable[..., Any]:
-    """Returns a function with a rewritten program and JVP rule, to replace `eqn`.
+    """Returns a function with a rewritten program and JVP rule, to replace an object.
 
     The traced rule takes and returns all primals, and the tangents that are not
     symbolic zeros. `write(program, absent, zeros)` rewrites it. The two lists say which
     arguments and which results have a symbolic zero tangent. `tracing` is the context
     of the trace.
     """
-    rule, symbolic_zeros = _jvp_rule(eqn)
+    prim = hi_primitive(eqn)
+
+    def rule(primals: Sequence[Any], dots: Sequence[Any]) -> Any:
+        given = prim.in_tree.unflatten(primals), prim.in_tree.unflatten(_inner(dots))
+        outs, dots = map(prim.out_tree.flatten_up_to, prim.jvp(*given))
+        return outs, _outer(dots)
 
     def derivative(primals: Sequence[Any], dots: Sequence[Any]) -> tuple[Any, Any]:
         absent = list(map(_is_zero, dots))
@@ -91,31 +96,28 @@ def custom_jvp(
         ]
 
     function = jax.custom_jvp(_called_as(program, jc.jaxpr_as_fun(program)))
-    function.defjvp(derivative, symbolic_zeros=symbolic_zeros)
+    function.defjvp(derivative, symbolic_zeros=prim.params["symbolic_zeros"])
     return function
 
 
-def _jvp_rule(eqn: jc.JaxprEqn) -> tuple[Callable[..., Any], bool]:
-    """Returns the user's rule, and whether it takes symbolic zeros.
+def with_custom_jvp(
+    eqn: jc.JaxprEqn, program: jc.Jaxpr, write: Callable[..., jc.Jaxpr], tracing: Trace
+) -> dict[str, Any]:
+    """Returns the parameters of a `custom_jvp_call`, as for `custom_jvp`.
 
-    The rule maps lists of primals and tangents to two such lists.
+    A function of `jax.custom_jvp` would be traced twice more, for each relu of a model.
     """
-    prim = hi_primitive(eqn)
-    if prim is None:
-        _, jvp = eqn.primitive.get_bind_params(eqn.params)["subfuns"]
+    rule = eqn.params["jvp_jaxpr_fun"]
 
-        def rule(primals: Sequence[Any], dots: Sequence[Any]) -> Any:
-            outs = jvp.call_wrapped(*primals, *dots)
-            return outs[: len(outs) // 2], outs[len(outs) // 2 :]
+    @functools.cache
+    def written(*absent: bool):
+        with tracing():
+            jaxpr, consts, zeros = rule.call_wrapped(*absent)
+        jaxpr = write(jaxpr.with_consts(consts) if consts else jaxpr, absent, zeros)
+        return jaxpr, jaxpr.consts, zeros
 
-        return rule, eqn.params["symbolic_zeros"]
-
-    def rule_of_object(primals: Sequence[Any], dots: Sequence[Any]) -> Any:
-        given = prim.in_tree.unflatten(primals), prim.in_tree.unflatten(_inner(dots))
-        outs, dots = map(prim.out_tree.flatten_up_to, prim.jvp(*given))
-        return outs, _outer(dots)
-
-    return rule_of_object, prim.params["symbolic_zeros"]
+    new = linear_util.wrap_init(written, debug_info=rule.debug_info)
+    return {**with_programs(eqn, [program]), "jvp_jaxpr_fun": new}
 
 
 class _Rules(NamedTuple):
