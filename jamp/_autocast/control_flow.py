@@ -202,7 +202,7 @@ def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> No
     inner = found.written()
     results = in_dtypes(values, recorded(inner.outvars))
     is_object = hi_primitive(eqn) is not None
-    consts = 0 if is_object else eqn.params["num_consts"]  # the rule takes none
+    consts = 0 if is_object else derivatives.custom_consts(eqn)
 
     # JAX calls this when it differentiates, and only then traces the user's rule.
     def write(jaxpr: jc.Jaxpr, absent: Sequence[bool], zeros: Sequence[bool]):

@@ -57,6 +57,14 @@ def has_rules(program: jc.Jaxpr) -> bool:
     return any(f.has_derivative or has_rules(f.program) for f in frames)
 
 
+def custom_consts(eqn: jc.JaxprEqn) -> int:
+    """Returns how many operands of a custom function come from its closure.
+
+    They are the first operands, and the user's rules do not take them.
+    """
+    return eqn.params["num_consts"]
+
+
 def custom_jvp(
     eqn: jc.JaxprEqn, program: jc.Jaxpr, write: Callable[..., jc.Jaxpr], tracing: Trace
 ) -> Callable[..., Any]:
@@ -182,7 +190,7 @@ def _vjp_rules(eqn: jc.JaxprEqn) -> _Rules:
 
 def _rules_of_equation(eqn: jc.JaxprEqn) -> _Rules:
     _, fwd, bwd = eqn.primitive.get_bind_params(eqn.params)["subfuns"]
-    consts, out_trees = eqn.params["num_consts"], eqn.params["out_trees"]
+    consts, out_trees = custom_consts(eqn), eqn.params["out_trees"]
 
     def forward(perturbed: Sequence[bool], args: Sequence[Any]) -> Any:
         args, perturbed = [*[None] * consts, *args], [*[False] * consts, *perturbed]
