@@ -9,10 +9,13 @@ benchmarks/results/ablations.json is a model, a mode and one of `benchmarks.mech
 with the extra cost without the mechanism as a share of the cost by hand. The script
 does not compile a program that a switch leaves as it is: an entry with "same" lists
 these mechanisms. The script saves each entry at once, so you can stop it and continue
-later. After a change of jamp/_autocast, earlier entries count as missing.
+later. After a change of the code in jamp/_autocast, earlier entries count as missing.
+A comment or a docstring is no change.
 """
 
 import argparse
+import ast
+import hashlib
 import itertools
 import json
 import pathlib
@@ -20,12 +23,14 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
+import jamp._autocast
 from benchmarks import lean
 from benchmarks.mechanisms import MECHANISMS, without
 
 type Entry = dict[str, Any]
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "ablations.json"
+AUTOCAST = pathlib.Path(jamp._autocast.__file__).parent
 MODES = ("widest", "narrowest", "O5")
 SAME = "same"
 # A difference matters above this share of the traffic or the memory by hand.
@@ -55,12 +60,14 @@ def _key(entry: Entry) -> tuple[str, str, str]:
 
 def measure(model: str, mode: str, mechanism: str) -> Entry | None:
     """Returns the extra cost without a mechanism; None if the program is the same."""
-    programs = [lean.lower(model, mode, ours, "H200") for ours in (False, True)]
+    as_is = lean.lower(model, mode, True, "H200").as_text()
+    costs = [lean.measure(model, mode, ours) for ours in (False, True)]
     with without(mechanism):
-        programs.append(lean.lower(model, mode, True, "H200"))
-    if programs[1].as_text() == programs[2].as_text():
-        return None
-    costs = (lean.cost_of(program, "H200") for program in programs)
+        lean.lower.cache_clear()  # it does not know the mechanism
+        if lean.lower(model, mode, True, "H200").as_text() == as_is:
+            return None
+        costs.append(lean.measure(model, mode, True))
+    lean.lower.cache_clear()
     entry: Entry = {"model": model, "mode": mode, "without": mechanism}
     pairs = zip(lean.Measured._fields, zip(*costs, strict=True), strict=True)
     for name, (by_hand, as_is, found) in pairs:
@@ -68,9 +75,22 @@ def measure(model: str, mode: str, mechanism: str) -> Entry | None:
     return entry
 
 
+def code_of(folder: pathlib.Path) -> str:
+    """Returns a digest of the code in a folder, without comments and docstrings."""
+    programs = []
+    for file in sorted(folder.glob("*.py")):
+        program = ast.parse(file.read_text())
+        for node in ast.walk(program):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                node.body = node.body[ast.get_docstring(node) is not None :]
+        programs.append(ast.dump(program))  # without line numbers
+    return hashlib.sha256("\n".join(programs).encode()).hexdigest()[:8]
+
+
 def measure_missing(wanted: Iterable[tuple[str, str, str]]) -> None:
     """Adds missing entries, and replaces entries of another version of autocast."""
-    here = lean.conditions("H200")
+    here = lean.conditions("H200") | {"code": code_of(AUTOCAST)}
+    here.pop("commit")  # a comment changes it
     entries = {_key(entry): entry for entry in read()}
     for model, mode, name in wanted:
         same = entries.get((model, mode, SAME), {})

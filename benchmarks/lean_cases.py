@@ -108,7 +108,10 @@ FORMS = {
     f"attention-{form}-{mask}": text(lean_forms.Encoder(form, mask == "one"), 16, 512)
     for form in ("linen", "nnx", "where", "product")
     for mask in ("each", "one")
-} | {"attention-jax": text(lean_forms.Encoder("jax"), 16, 512)}
+} | {
+    f"attention-{form}": text(lean_forms.Encoder(form), 16, 512)
+    for form in ("jax", "biased", "capped", "sunk")
+}
 FORMS |= {
     f"{cell}-{form}": text(lean_forms.Recurrent(form, cell == "gru"), 64, 64)
     for form in lean_forms.LOOPS

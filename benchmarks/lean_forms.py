@@ -1,7 +1,8 @@
 """Attention and recurrent layers of `benchmarks.lean`, in the forms that people write.
 
 `Encoder` is a BERT with attention of Flax Linen, of NNX, of `jax.nn` or by hand. Its
-dropout is a `where` or a product, with a mask for each head or one for all.
+dropout is a `where` or a product, with a mask for each head or one for all. Its scores
+may have the bias of T5, the cap of Gemma or the sink of gpt-oss.
 `Recurrent` has LSTMs and GRUs of Linen, of NNX and by hand.
 """
 
@@ -28,12 +29,39 @@ def by_product(weights: Array, keep: Array) -> Array:
     return weights * (keep.astype(weights.dtype) / (1 - RATE))
 
 
+def plain(module: nn.Module, scores: Array) -> Array:
+    return jax.nn.softmax(scores)
+
+
+def biased(module: nn.Module, scores: Array) -> Array:
+    """Adds a learned bias for each head and distance, as T5 does."""
+    places = jnp.arange(scores.shape[-1])
+    distances = jnp.clip(places - places[:, None], -16, 15) + 16
+    table = module.param("bias", nn.initializers.normal(), (32, HEADS))
+    bias = table[distances].transpose(2, 0, 1)[None].astype(scores.dtype)
+    return jax.nn.softmax(scores + bias)
+
+
+def capped(module: nn.Module, scores: Array) -> Array:
+    return jax.nn.softmax(50 * jnp.tanh(scores / 50))
+
+
+def sunk(module: nn.Module, scores: Array) -> Array:
+    """Gives each head a learned score of attending to nothing."""
+    sink = module.param("sink", nn.initializers.zeros, (HEADS, 1, 1))
+    sink = sink.astype(scores.dtype)
+    most = jax.lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), sink))
+    weights = jnp.exp(scores - most)
+    return weights / (weights.sum(-1, keepdims=True) + jnp.exp(sink - most))
+
+
 class Written(nn.Module):
     """Self-attention by hand, or by `jax.nn` without a `drop`."""
 
     drop: Callable[[Array, Array], Array] | None
     one_mask: bool
     dtype: DTypeLike | None = None
+    weigh: Callable[[nn.Module, Array], Array] = plain
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
@@ -44,7 +72,7 @@ class Written(nn.Module):
             y = jax.nn.dot_product_attention(q, k, v, implementation="xla")
         else:
             scores = jnp.einsum("bqhd,bkhd->bhqk", q / split[1] ** 0.5, k)
-            weights = jax.nn.softmax(scores)
+            weights = self.weigh(self, scores)
             shape = (1, 1, *weights.shape[2:]) if self.one_mask else weights.shape
             keep = jax.random.bernoulli(self.make_rng("dropout"), 1 - RATE, shape)
             y = jnp.einsum("bhqk,bkhd->bqhd", self.drop(weights, keep), v)
@@ -73,6 +101,9 @@ FORMS = {
     "where": functools.partial(Written, by_where),
     "product": functools.partial(Written, by_product),
     "jax": functools.partial(Written, None),
+    "biased": functools.partial(Written, by_where, weigh=biased),
+    "capped": functools.partial(Written, by_where, weigh=capped),
+    "sunk": functools.partial(Written, by_where, weigh=sunk),
 }
 
 

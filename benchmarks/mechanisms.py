@@ -63,8 +63,8 @@ def _without_copies(original: Function) -> Function:
 
 
 def _without_barrier(original: Function) -> Function:
-    return lambda graph, region, eqns, _, programs: original(
-        graph, region, eqns, (), programs
+    return lambda graph, region, eqns, _, *args: original(
+        graph, region, eqns, (), *args
     )
 
 
@@ -80,10 +80,6 @@ def _always_again(original: Function) -> Function:
     return lambda *args, **options: original(*args, **options | {"again": True})
 
 
-def _keeps_names(original: Function) -> Function:
-    return lambda primitive, *_, **__: primitive.name == "name"
-
-
 MECHANISMS = {
     "bias sums": Mechanism(
         "The gradient of a bias is summed in float32.",
@@ -96,7 +92,7 @@ MECHANISMS = {
         _gives(None),
     ),
     "softmax": Mechanism(
-        "The derivative of a softmax reads its result in half.",
+        "The derivative of a softmax is one kernel, and may read its half result.",
         "softmax._softmax_ending_in",
         _gives(None),
     ),
@@ -181,9 +177,24 @@ MECHANISMS = {
         _never_apart,
     ),
     "sums kept": Mechanism(
-        "An island saves its sums and maxima for the backward pass.",
+        "A checkpoint saves its sums and maxima for the backward pass.",
         "graph.is_kept",
-        _keeps_names,
+        lambda original: lambda *args, **params: False,
+    ),
+    "sums recomputed": Mechanism(
+        "A GPU recomputes the sums of a softmax, in one kernel with its cotangents.",
+        "islands.fuses_rows",
+        _gives(False),
+    ),
+    "small inputs": Mechanism(
+        "The gradient of an island's small input sums rounded cotangents.",
+        "islands._with_rounded",
+        _first,
+    ),
+    "islands of loops": Mechanism(
+        "An island in a loop may read and return float32 carries.",
+        "islands._is_carried",
+        _gives(False),
     ),
     "island barrier": Mechanism(
         "A barrier separates the backward pass of an island from the forward pass.",

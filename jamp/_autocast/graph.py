@@ -24,7 +24,7 @@ from jamp._autocast.frames import (
     program_of,
     with_equations,
 )
-from jamp._autocast.pins import with_pins
+from jamp._autocast.pins import is_kept, is_reduction, with_kept_sums, with_pins
 from jamp._autocast.primitives import Shape, primitive_name, traits_of
 from jamp._autocast.program import Atom, dtype_of, is_float, size_of
 from jamp._autocast.sums import with_bias
@@ -139,24 +139,18 @@ def checkpoint(
     region: Region,
     eqns: Sequence[jc.JaxprEqn],
     pinned: Collection[jc.Var],
+    in_rows: bool,
     programs: dict[Any, Any],
 ) -> tuple[Region, jc.JaxprEqn]:
     """Returns a region and its checkpoint, which contains `eqns` instead.
 
-    The backward pass recomputes what depends on the `pinned` variables. Equal
-    checkpoints share one of the `programs`.
+    The backward pass recomputes what depends on the `pinned` variables, and the sums if
+    they are `in_rows`. Equal checkpoints share one of the `programs`.
     """
-    inside = with_pins(eqns, pinned)
+    inside = with_pins(with_kept_sums(eqns, in_rows, programs), pinned)
     outvars = graph.results_of(region)
     new = checkpointed(inside, inputs_of(eqns), outvars, is_kept, programs, graph.jaxpr)
     return region, new
-
-
-def is_kept(primitive: jc.Primitive, *_: Any, **__: Any) -> bool:
-    """The policy of a checkpoint. It keeps sums: small, and slow to recompute."""
-    # `softmax` gives a name to the value that it saves.
-    name = primitive.name
-    return name == "name" or traits_of(name).shape is Shape.REDUCE
 
 
 def with_bias_sums(graph: Graph, region: Region, programs: dict[Any, Any]) -> Region:
@@ -178,18 +172,23 @@ def is_bias_sum(eqn: jc.JaxprEqn, programs: dict[Any, Any]) -> bool:
 
 
 def fuses_rows(eqns: Sequence[jc.JaxprEqn], size: int) -> bool:
-    """Returns whether a costly array depends on a sum or a maximum, as in a softmax.
+    """Returns whether a large array depends on a sum of exponentials, as in a softmax.
 
-    XLA for GPUs computes such rows in one kernel, from the maximum to the result or to
-    the cotangents. With a barrier in between, it reads them several times.
+    XLA for GPUs computes such rows in one kernel, from the maximum, on which the
+    exponentials depend, to the result or to the cotangents.
     """
-    after = set[jc.Var]()
+    # Counts the steps of a value: a maximum, a costly array and its sum.
+    steps: dict[Atom, int] = {}
     for eqn in eqns:
-        reads = not after.isdisjoint(variables_in(eqn.invars))
-        if reads and is_costly(eqn) and variables_in(eqn.outvars, size):
+        step = max([steps.get(v, 0) for v in variables_in(eqn.invars)], default=0)
+        is_large = bool(variables_in(eqn.outvars, size))
+        if step == 3 and is_large:
             return True
-        if reads or is_kept(eqn.primitive):
-            after.update(eqn.outvars)
+        if is_reduction(eqn) and step in (0, 2):
+            step += 1
+        elif is_costly(eqn) and is_large and step == 1:
+            step = 2
+        steps.update(dict.fromkeys(eqn.outvars, step))
     return False
 
 

@@ -19,7 +19,9 @@ a barrier where its passes over the logits are separate kernels in any case:
 - If the head picks a label's logit, the gather ends the fusion of a softmax. The head
   pins its sums and maxima, which suffice to recompute the exponentials.
 - XLA fuses the rows of any other softmax, from its maximum to the cotangents. With
-  barriers, an entropy would move 1.9 times the bytes, and a KL divergence 1.3 times.
+  barriers, an entropy would move 1.9 times the bytes, and a KL divergence 1.3 times. If
+  a GPU recomputed its sums, as in an island, an entropy of 8,192 words would move .85
+  times the bytes, but one of 32,000 words, whose rows are too long, 1.15 times.
 
 A head that pins a residual also contains the bias of its logits, if only the head reads
 the sum: the matmul is what XLA stores. Beside a label, it adds the bias in float32. XLA
@@ -42,12 +44,12 @@ from jamp._autocast.graph import (
     inputs_of,
     is_bias_sum,
     is_costly,
-    is_kept,
     may_be_inside,
     variables_in,
 )
 from jamp._autocast.jax_internals import at_place, conversion
 from jamp._autocast.labels import labels_in
+from jamp._autocast.pins import is_reduction
 from jamp._autocast.primitives import Shape, primitive_name, traits_of
 from jamp._autocast.program import dtype_of, size_of
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES
@@ -61,10 +63,10 @@ def checkpoint_heads(jaxpr: jc.Jaxpr, programs: dict[Any, Any], loop: bool) -> j
     `checkpoint_islands` explains `programs` and `loop`.
     """
     sources = dict.fromkeys(v for eqn in jaxpr.eqns for v in _widened(eqn))
-    if not sources or not has_costly(jaxpr):
-        return jaxpr
     graph = Graph(jaxpr)
-    labels = labels_in(graph)
+    labels = labels_in(graph) if sources else {}
+    if not sources or not (labels or has_costly(jaxpr)):
+        return jaxpr
     for source in sources:
         if members := _head(graph, source, labels):
             size = size_of(source)
@@ -82,12 +84,12 @@ def checkpoint_heads(jaxpr: jc.Jaxpr, programs: dict[Any, Any], loop: bool) -> j
             if picks and not loop:
                 # Without a barrier on the logits, their cotangents may reuse the
                 # logits' memory.
-                pinned = [v for e in eqns if is_kept(e.primitive) for v in e.outvars]
+                pinned = [v for e in eqns if is_reduction(e) for v in e.outvars]
             elif is_one_pass and not loop:
                 large = variables_in(inputs_of(eqns), size)
                 pinned = large if all(_is_stored(v, graph) for v in large) else []
             region = Region(members, _shared(graph, members))
-            head = checkpoint(graph, region, eqns, pinned, programs)
+            head = checkpoint(graph, region, eqns, pinned, False, programs)
             graph = Graph(graph.with_checkpoints([head]))
             # The checkpoint returns these labels, but must stay a checkpoint.
             labels = {v: eqn for v, eqn in labels.items() if v not in head[1].outvars}
@@ -166,11 +168,13 @@ def _head(graph: Graph, source: jc.Var, labels: Labels) -> set[int]:
     """
     eqns, size = graph.eqns, size_of(source)
 
+    def is_label(eqn: jc.JaxprEqn) -> bool:
+        return any(v in labels for v in eqn.outvars)
+
     def is_inside(place: int) -> bool:
         if place == len(eqns):
             return False
-        is_label = any(v in labels for v in eqns[place].outvars)
-        return is_label or may_be_inside(eqns[place])
+        return is_label(eqns[place]) or may_be_inside(eqns[place])
 
     readers = graph.readers_of([source]) - {len(eqns)}
     members, waiting = set[int](), {i for i in readers if _widened(eqns[i])}
@@ -192,8 +196,8 @@ def _head(graph: Graph, source: jc.Var, labels: Labels) -> set[int]:
             near |= readers | {graph.makers[v] for v in wide}
         # A head also contains the small values on a path between two of its members.
         waiting = near - members or graph.between(members)
-    costly = (eqns[place] for place in members if is_costly(eqns[place]))
-    return members if any(variables_in(eqn.invars, size) for eqn in costly) else set()
+    found = [eqns[i] for i in members if is_costly(eqns[i]) or is_label(eqns[i])]
+    return members if any(variables_in(eqn.invars, size) for eqn in found) else set()
 
 
 def _is_mask_of_labels(value: jc.Var, graph: Graph, size: int) -> bool:

@@ -5,25 +5,30 @@
 
 An *island* is a set of float32 operations between half values, such as a softmax
 between two matmuls, or a gelu. Its derivative would save exponentials in float32, twice
-the bytes of the same model in half. So an island becomes one `jax.checkpoint`. It saves
-its half inputs and its small sums and maxima, and recomputes the rest from the same
-bits. Only islands with a costly operation need this: XLA itself recomputes cheap ones.
+the bytes of the same model in half. So an island becomes one `jax.checkpoint`. The
+backward pass reads only its half inputs, and recomputes the rest from the same bits.
+Only islands with a costly operation need this: XLA itself recomputes cheap ones. In a
+loop, an island may also read and return float32 carries, which the loop stores anyway.
 
 A barrier on its large inputs keeps XLA from saving the float32 values anyway. An island
 also contains the bias of its input, if only it reads the sum. Then XLA saves the matmul
-alone, and adds the bias in each kernel that reads it. A softmax with dropout has no
-barrier, because XLA fuses its rows: a BERT with one mask for all heads would move 1.08
-times the bytes.
+alone, and adds the bias in each kernel that reads it.
+
+The backward pass reads saved sums and maxima, which are small. But XLA for GPUs
+computes the rows of a softmax in one kernel, from the scores to the result, and with
+dropout, a cap or a bias too. With saved sums, it would read the scores three times. So
+a GPU recomputes them in such a kernel.
 """
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax.extend import core as jc
 from jax.typing import DTypeLike
 
+from jamp._autocast.calls import call
 from jamp._autocast.graph import (
     Graph,
     Region,
@@ -39,8 +44,9 @@ from jamp._autocast.graph import (
 )
 from jamp._autocast.primitives import Shape, primitive_name, traits_of
 from jamp._autocast.program import dtype_of, is_float, shape_of, size_of
-from jamp._autocast.softmax import with_softmax
-from jamp._core.dtypes import FLOAT32
+from jamp._autocast.softmax import with_softmaxes
+from jamp._autocast.sums import joined
+from jamp._core.dtypes import FLOAT32, HALF_DTYPES
 
 # Recomputing these costs no memory, so they may belong to several islands.
 _FREE = (Shape.SAME, Shape.REPEAT)
@@ -57,34 +63,45 @@ def checkpoint_islands(
     """
     if not has_costly(jaxpr):
         return jaxpr
-    graph, written = Graph(jaxpr), []
-    for end, eqn in enumerate(jaxpr.eqns):
-        island = _island(graph, end) if rounds(eqn) else None
+    graph, written, taken = Graph(jaxpr), [], set[int]()
+    for end in reversed(range(len(jaxpr.eqns))):
+        island = None if end in taken else _island(graph, end, loop)
         if island is not None:
+            taken |= island.members
             island = with_bias_sums(graph, island, programs)
-            inside = [jaxpr.eqns[i] for i in sorted(island.members)]
-            eqns, has_barrier = with_softmax(inside, graph, programs)
-            inputs = inputs_of(eqns)
-            size = size_of(eqn.outvars[0])
-            barrier = loop or has_barrier or fuses_rows(inside, size)
-            large = [v for v in variables_in(inputs, size) if is_float(v)]
-            pinned = () if barrier else large
-            written.append(checkpoint(graph, island, eqns, pinned, programs))
+            eqns = [jaxpr.eqns[i] for i in sorted(island.members)]
+            (result,) = jaxpr.eqns[end].outvars
+            large = filter(is_float, variables_in(inputs_of(eqns), size_of(result)))
+            in_rows = fuses_rows(eqns, size_of(result))
+            eqns, has_barrier = with_softmaxes(eqns, graph, programs)
+            if dtype_of(result) in HALF_DTYPES:
+                eqns = _with_rounded(eqns, result, programs)
+            pinned = [] if loop or has_barrier else list(large)
+            new = checkpoint(graph, island, eqns, pinned, in_rows, programs)
+            written.append(new)
     return graph.with_checkpoints(written)
 
 
-def _island(graph: Graph, end: int, has_masks: bool = True) -> Region | None:
-    """Returns the island that a cast to half ends, if there is one.
+def _island(
+    graph: Graph, end: int, loop: bool, has_masks: bool = True
+) -> Region | None:
+    """Returns the island that ends at a place, if there is one.
 
     A small value that is read outside stays outside. A large one, or a large float32
     input, rules out an island, because the backward pass would save it anyway. The walk
     goes backward from the end, so it knows all readers of a value when it reaches the
     value. It stops at the first large value that is read outside.
 
+    A loop stores its carries and stacks in any case. So its islands may also end with
+    float32 results of the program, return them, and read its inputs.
+
     The mask of a dropout depends on large float32 random numbers. Without `has_masks`,
     masks are inputs of the island.
     """
-    (result,) = graph.eqns[end].outvars
+    eqns = graph.eqns
+    if not rounds(eqns[end]) and not (loop and _is_carried(graph, end)):
+        return None
+    (result,) = eqns[end].outvars
     if len(shape_of(result)) > 4 or not graph.readers_of([result]):
         # XLA transposes the cotangents of grouped attention scores in float32. With
         # such islands, Llama moves 1.09 times the bytes on an H200.
@@ -94,8 +111,8 @@ def _island(graph: Graph, end: int, has_masks: bool = True) -> Region | None:
         # The heap returns the last place first.
         if (place := -heapq.heappop(waiting)) in island.members:
             continue
-        eqn = graph.eqns[place]
-        readers = graph.readers_of(eqn.outvars)
+        eqn = eqns[place]
+        readers = graph.readers_of(eqn.outvars) - ({len(eqns)} if loop else set())
         if place != end and not readers <= island.members - island.shared:
             if traits_of(primitive_name(eqn)).shape in _FREE:
                 island.shared.add(place)
@@ -107,17 +124,50 @@ def _island(graph: Graph, end: int, has_masks: bool = True) -> Region | None:
         for v in variables_in(eqn.invars):
             maker = graph.makers.get(v)
             is_inside = dtype_of(v) == FLOAT32 or has_masks and dtype_of(v) == jnp.bool_
-            if maker is not None and is_inside and may_be_inside(graph.eqns[maker]):
+            if maker is not None and is_inside and may_be_inside(eqns[maker]):
                 heapq.heappush(waiting, -maker)
-    eqns = [graph.eqns[i] for i in island.members]
+    inside = [eqns[i] for i in island.members]
     # A costly statistic, such as a norm's `rsqrt`, is small and may be saved.
-    costly = any(is_costly(e) and _holds(e.outvars, size) for e in eqns)
-    if not costly:
+    if not any(is_costly(e) and _holds(e.outvars, size) for e in inside):
         return None
-    if not _holds(inputs_of(eqns), size):
+    stored = set(graph.jaxpr.invars if loop else ())
+    if not _holds(set(inputs_of(inside)) - stored, size):
         return island
-    masks = _holds((v for e in eqns for v in e.outvars), size, jnp.bool_)
-    return _island(graph, end, has_masks=False) if has_masks and masks else None
+    masks = _holds((v for e in inside for v in e.outvars), size, jnp.bool_)
+    return _island(graph, end, loop, has_masks=False) if has_masks and masks else None
+
+
+def _is_carried(graph: Graph, place: int) -> bool:
+    """Returns whether an equation computes a float32 result of the program."""
+    eqn, is_returned = (
+        graph.eqns[place],
+        lambda v: len(graph.eqns) in graph.readers_of([v]),
+    )
+    is_result = all(dtype_of(v) == FLOAT32 and is_returned(v) for v in eqn.outvars)
+    return is_result and may_be_inside(eqn)
+
+
+def _with_rounded(
+    eqns: Sequence[jc.JaxprEqn], result: jc.Var, programs: dict[Any, Any]
+) -> list[jc.JaxprEqn]:
+    """Rounds the cotangents of the large values that an island joins with small inputs.
+
+    The gradient of a small input, such as a bias of scores, is a sum over such a
+    cotangent. XLA would store it in float32 for the sum, and in half for the large
+    input.
+    """
+    size, rounding, written = size_of(result), joined(dtype_of(result)), []
+    small = {v for v in inputs_of(eqns) if size_of(v) < size}
+    for eqn in eqns:
+        (out,), read = eqn.outvars, variables_in(eqn.invars)
+        written.append(eqn)
+        if read and small.issuperset(read):
+            small.add(out)
+        elif added := [v for v in read if v in small and dtype_of(v) == FLOAT32]:
+            exact = jc.Var(out.aval)
+            if new := call(rounding, [exact, *added], [out], eqn, programs):
+                written[-1:] = eqn.replace(outvars=[exact]), *new
+    return written
 
 
 def _holds(variables: Iterable[jc.Var], size: int, dtype: DTypeLike = FLOAT32) -> bool:

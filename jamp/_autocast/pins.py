@@ -23,7 +23,9 @@ from jax.extend import core as jc
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 
+from jamp._autocast.calls import call
 from jamp._autocast.jax_internals import at_place
+from jamp._autocast.primitives import Shape, primitive_name, traits_of
 from jamp._autocast.program import size_of_shape
 from jamp._autocast.sums import lower_barrier
 from jamp._core.dtypes import HALF_DTYPES
@@ -48,6 +50,40 @@ def with_pins(
         written.append(eqn.replace(invars=read))
         written += [pin(v, eqn) for v in eqn.outvars if v in variables]
     return written
+
+
+def with_kept_sums(
+    eqns: Sequence[jc.JaxprEqn], in_rows: bool, programs: dict[Any, Any]
+) -> list[jc.JaxprEqn]:
+    """Keeps the sums and maxima of a checkpoint, which are small, by its policy.
+
+    A GPU recomputes those `in_rows`, in one kernel with the cotangents of the rows.
+    """
+    written, function = list[jc.JaxprEqn](), kept_on_tpu if in_rows else kept
+    for eqn in eqns:
+        written.append(eqn)
+        if is_reduction(eqn):
+            exact = jc.Var(eqn.outvars[0].aval)
+            if new := call(function, [exact], eqn.outvars, eqn, programs):
+                written[-1:] = eqn.replace(outvars=[exact]), *new
+    return written
+
+
+def is_reduction(eqn: jc.JaxprEqn) -> bool:
+    return traits_of(primitive_name(eqn)).shape is Shape.REDUCE
+
+
+def is_kept(primitive: jc.Primitive, *_: Any, **__: Any) -> bool:
+    """The policy of a checkpoint."""
+    return primitive is _kept
+
+
+def kept(x: Array) -> Array:
+    return _kept.bind(x)
+
+
+def kept_on_tpu(x: Array) -> Array:
+    return _sum.bind(kept(x), x)
 
 
 def _split(
@@ -88,3 +124,19 @@ batching.defvectorized(_pin)
 mlir.register_lowering(_pin, _lower)
 mlir.register_lowering(_pin, _lower_on_tpu, platform="tpu")
 partial_eval.partial_eval_jaxpr_custom_rules[_pin] = _split
+
+_kept = Primitive("jamp_kept")
+_kept.def_impl(lambda x: x)
+_kept.def_abstract_eval(lambda x: x)
+ad.deflinear2(_kept, lambda cotangent, _: [cotangent])
+batching.defvectorized(_kept)
+mlir.register_lowering(_kept, lambda _, x: [x])
+
+_sum = Primitive("jamp_sum")
+_sum.def_impl(lambda kept, again: again)
+_sum.def_abstract_eval(lambda kept, again: again)
+ad.primitive_jvps[_sum] = lambda primals, tangents: (_sum.bind(*primals), tangents[1])
+ad.primitive_transposes[_sum] = lambda cotangent, x, _: [ad.Zero(x.aval), cotangent]
+batching.defbroadcasting(_sum)
+mlir.register_lowering(_sum, lambda _, kept, again: [again])
+mlir.register_lowering(_sum, lambda _, kept, again: [kept], platform="tpu")

@@ -167,7 +167,8 @@ ROWS = (
         "elementwise: PrimalLeftTangentRight",
         "same: stop_gradient jamp_repeated",
         "mark: name CheckpointName CheckpointNameFwd optimization_barrier jamp_apart "
-        "jamp_residual sharding_constraint layout_constraint jamp_row_major jamp_made "
+        "jamp_residual jamp_kept jamp_sum sharding_constraint layout_constraint "
+        "jamp_row_major jamp_made "
         "with_memory_space_constraint reshard device_put pbroadcast pvary "
         "reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast "
         "vary_unreduced_cast_p",

@@ -1,18 +1,20 @@
-"""Replaces a softmax in an island with one whose derivative reads its half result.
+"""Gives the softmaxes in an island derivatives with few residuals and kernels.
 
     e = exp x; s = reduce_sum e; r = broadcast_in_dim s; y = div e r
     y = custom_jvp_call[name=softmax] x
 
-A softmax divides an exponential by its own sum. In a checkpoint, JAX's derivative reads
-the scores again and recomputes their maximum and the exponential. But the derivative
-needs only the result, and the next matmul saves the result in half anyway. If the
-derivative reads this copy, XLA moves the bytes of a half model.
+A softmax divides an exponential by its own sum. JAX's derivative of the division and
+the sum takes XLA for GPUs up to four kernels, which read the scores and the cotangents
+twice. This derivative is one kernel.
+
+The next matmul saves the result of the island in half anyway. So the derivative of a
+softmax that is this result reads the half copy, and the scores need not be saved. On a
+TPU, XLA does not save the half result. It recomputes the exponential from the half
+scores inside each matmul that reads it, and the derivative does the same.
 
 If dropout follows, the matmul saves the output of the dropout, and the result would be
-one more saved array. Such a softmax keeps JAX's derivative.
-
-On a TPU, XLA does not save the half result. It recomputes the exponential from the half
-scores inside each matmul that reads it, and the derivative does the same.
+one more saved array. If the scores are read in any case, such as by the derivative of a
+cap or a temperature, the same holds. Then this derivative recomputes the result.
 """
 
 import functools
@@ -23,37 +25,48 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.extend import core as jc
-from jax.extend.core.primitives import name_p
 from jax.typing import DTypeLike
 
 from jamp._autocast.calls import call
-from jamp._autocast.graph import Graph
-from jamp._autocast.program import Atom, dtype_of, shape_of
+from jamp._autocast.graph import Graph, is_costly, variables_in
+from jamp._autocast.pins import kept, kept_on_tpu
+from jamp._autocast.primitives import primitive_name, traits_of
+from jamp._autocast.program import Atom, dtype_of, shape_of, size_of
 
 _REPEATS = ("broadcast_in_dim", "reshape", "expand_dims")
 
 
-def with_softmax(
+def with_softmaxes(
     eqns: Sequence[jc.JaxprEqn], graph: Graph, programs: dict[Any, Any]
 ) -> tuple[list[jc.JaxprEqn], bool]:
-    """Replaces the softmax that ends an island with one equation.
+    """Replaces each softmax of an island with one equation.
 
     The last equation is the cast to half that ends the island. The second result says
-    whether it casts the result of a softmax. A barrier inside this softmax protects the
-    half copy, so the island needs no other barrier.
+    whether the derivative of a softmax reads the result of this cast.
     """
     makers: dict[Atom, jc.JaxprEqn] = {v: eqn for eqn in eqns for v in eqn.outvars}
-    (rounded,), (result,) = eqns[-1].invars, eqns[-1].outvars
-    end = makers.get(rounded)
-    if end is not None and (replaced := _softmax_ending_in(end, makers, graph)):
-        exp, total, *_ = replaced
-        function = _softmax(total.params["axes"], dtype_of(result))
-        new = call(function, exp.invars, end.outvars, end, programs)
-        if new:
-            gone = set(map(id, replaced))
-            left = (new[0] if e is end else e for e in eqns if id(e) not in gone)
-            return list(left), True
-    return list(eqns), False
+    (result,) = eqns[-1].outvars
+    size, new = size_of(result), dict[int, list[jc.JaxprEqn]]()
+    read_again = [e for e in eqns if variables_in(e.outvars, size) and _reads_large(e)]
+    reads_result = False
+    for end in eqns:
+        if replaced := _softmax_ending_in(end, makers, graph):
+            exp, total, *_ = replaced
+            is_last = end.outvars == list(eqns[-1].invars)
+            is_result = is_last and read_again == [exp, end]
+            half = dtype_of(result) if is_result else None
+            function = _softmax(total.params["axes"], half)
+            written = call(function, exp.invars, end.outvars, end, programs)
+            if written:
+                new[id(end)], reads_result = written, is_result
+                new |= dict.fromkeys(map(id, replaced), [])
+    return [e for eqn in eqns for e in new.get(id(eqn), [eqn])], reads_result
+
+
+def _reads_large(eqn: jc.JaxprEqn) -> bool:
+    """Returns whether a derivative reads an operand or the result of an equation."""
+    reads_operands = traits_of(primitive_name(eqn)).reads_operands
+    return is_costly(eqn) or reads_operands and len(variables_in(eqn.invars)) > 1
 
 
 def _softmax_ending_in(
@@ -87,33 +100,37 @@ def _softmax_ending_in(
         return []
     axes, shape = total.params["axes"], shape_of(exp.outvars[0])
     # Each row must be divided by its own sum, without a broadcast along other axes.
-    kept = tuple(1 if i in axes else n for i, n in enumerate(shape))
+    kept_shape = tuple(1 if i in axes else n for i, n in enumerate(shape))
     shapes = [shape_of(e.outvars[0]) for e in reversed(repeats)]
-    of_same_row = shapes[:1] == [kept] and {kept, shape}.issuperset(shapes)
+    of_same_row = shapes[:1] == [kept_shape] and {kept_shape, shape}.issuperset(shapes)
     return [exp, total, *repeats] if of_same_row else []
 
 
 @functools.cache
-def _softmax(axes: tuple[int, ...], half: DTypeLike) -> Callable[[Array], Array]:
-    @jax.custom_jvp
+def _softmax(axes: tuple[int, ...], half: DTypeLike | None) -> Callable[[Array], Array]:
+    """Returns a softmax whose derivative reads its result in `half`, or exactly."""
+
     def softmax(x):
         y = jnp.exp(x)
-        return y / y.sum(axes, keepdims=True)
+        return y / kept_on_tpu(y.sum(axes, keepdims=True))
 
-    @softmax.defjvp
+    derived = jax.custom_jvp(softmax)
+
+    @derived.defjvp
     def derivative(primals, tangents):
-        (x,), (t,) = primals, tangents
-        y = softmax(x)
-        kept = name_p.bind(y.astype(half), name="jamp_softmax")
-        x, total = jax.lax.platform_dependent(kept, y, tpu=exact, default=rounded)
-        return y, linear(x / name_p.bind(total, name="jamp_softmax"), t)
+        (y,), (t,) = map(softmax, primals), tangents
+        if half is None:
+            return y, linear(y, t)
+        copy = kept(y.astype(half))
+        x, total = jax.lax.platform_dependent(copy, y, tpu=exact, default=rounded)
+        return y, linear(x / kept(total), t)
 
     def exact(_, y):
         return y, jnp.ones_like(y.sum(axes, keepdims=True))
 
-    def rounded(kept, y):
+    def rounded(copy, y):
         # Without a barrier, XLA would save the float32 value instead of the half one.
-        x = jax.lax.optimization_barrier(kept).astype(y.dtype)
+        x = jax.lax.optimization_barrier(copy).astype(y.dtype)
         # A rounded row does not sum to 1. Without its true sum, a constant along a row
         # of `t` would not cancel.
         return x, x.sum(axes, keepdims=True)
@@ -130,4 +147,4 @@ def _softmax(axes: tuple[int, ...], half: DTypeLike) -> Callable[[Array], Array]
         total = -product.sum(axes, keepdims=True)
         return y * ((t + negative) + (product + total))
 
-    return softmax
+    return derived

@@ -120,6 +120,26 @@ batching.defvectorized(_repeated)
 mlir.register_lowering(_repeated, lambda _, x, half: [x])
 
 
+@functools.cache
+def joined(half: DTypeLike) -> Callable[..., Array]:
+    """Returns a function that returns its first operand, computed from the others.
+
+    It rounds the cotangent to half if another operand has a gradient.
+    """
+
+    @jax.custom_jvp
+    def join(x: Array, *_: Array) -> Array:
+        return x
+
+    def derivative(primals, tangents):
+        (x, *_), (tangent, *others) = primals, tangents
+        summed = not all(isinstance(t, SymbolicZero) for t in others)
+        return x, _repeated.bind(tangent, half=half) if summed else tangent
+
+    join.defjvp(derivative, symbolic_zeros=True)
+    return join
+
+
 @functools.lru_cache(maxsize=256)
 def with_weight(numbers: Any, first: bool, copies: int) -> Callable[..., Array]:
     """Returns a matmul of a half array and a float32 weight with a half copy.

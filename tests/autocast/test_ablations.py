@@ -82,8 +82,11 @@ EXAMPLES = {
     "repeated": Example(
         lambda w, x: standardised(x @ w + (x[:, 0] @ w)[:, None]), (MATRIX, MATRICES)
     ),
-    "softmax, sums kept, islands": Example(lambda w, x: nn.softmax(x @ w) @ w, SQUARES),
+    "softmax, sums recomputed, islands, small inputs": Example(
+        lambda w, x, b: nn.softmax(x @ w + b * w[0]) @ w, (*SQUARES, (4, 1))
+    ),
     "island barrier": Example(lambda w, x: jnp.tanh(x @ w) @ w, SQUARES),
+    "sums kept": Example(lambda w, x: standardised(jnp.tanh(x @ w)) @ w, SQUARES),
     "heads, labels, head barrier, inlined calls": Example(label_loss, SQUARES),
     "logit biases": Example(lambda b, w, x: label_loss(w, x, b), OF_BIAS),
     "chains, one cast": Example(lambda w, x: (x @ w * 2.0 + 1.0) @ w, SQUARES),
@@ -94,7 +97,7 @@ EXAMPLES = {
     ),
     "lookups": Example(lambda w: w[jnp.zeros(4, int)], (MATRIX,), "O5"),
     "numbers": Example(lambda w, x: jnp.minimum(x @ w, 1 - 1e-6), SQUARES),
-    "weights, cotangent copies": Example(rnn, (*SQUARES, MATRICES)),
+    "weights, cotangent copies, islands of loops": Example(rnn, (*SQUARES, MATRICES)),
     "loops": Example(lstm, (*SQUARES, MATRICES)),
     "half params": Example(lambda a, x, w: x @ w + a * 3.0, (MATRIX, *SQUARES), "O5"),
     # Matmuls read the carry, which is an activation.

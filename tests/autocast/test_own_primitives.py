@@ -35,6 +35,8 @@ fp8_derivative = functools.partial(
 LINEAR = {
     "residual": functools.partial(pins._pin.bind, backward=False),
     "residual (backward)": functools.partial(pins._pin.bind, backward=True),
+    "kept": pins.kept,
+    "sum": pins.kept_on_tpu,
     "apart": sums.apart,
     "repeated": functools.partial(sums._repeated.bind, half=jnp.bfloat16),
     "product": lambda x: products.product_with(x, jnp.eye(8), NUMBERS, False),

@@ -1,7 +1,7 @@
 """Test that steps move few more bytes than models written in half.
 
 `benchmarks.lean` documents and prints the comparison of 15 architectures, 11 losses and
-15 forms of attention and loops. These tests have the bounds. The suite compiles two
+18 forms of attention and loops. These tests have the bounds. The suite compiles two
 models, because each takes 20 seconds. `make budgets` compiles all, and `make tpu`
 fifteen for a TPU v5e.
 """
@@ -40,8 +40,6 @@ UNTIED = ("widest", "narrowest", "O5")  # modes of words, losses and forms
 EXCEPTIONS = {
     # The class token is float32, so torch's rules make the stream float32.
     ("vit", "widest"): Bound(1.15, 1.15),
-    # The model's first carry is float32, so the stack is float32 (1.73).
-    ("lstm", "widest"): Bound(1.05, 1.75),
     # Its gradients are summed over the steps in float32 (1.042).
     ("lstm", "O2"): Bound(1.02, 1.05),
     # It moves 0.80 of the bytes, but XLA packs its arrays less tightly. The gradient of
@@ -72,18 +70,14 @@ EXCEPTIONS = {
 }
 # Loops in the forms that people write, with today's values. By reading, the gradients
 # of the weights are summed over the steps in float32, twice the bytes of bfloat16. At
-# widest, a float32 carry makes the gates float32, and the loop saves them.
+# widest, islands end with the float32 carries, so the loop saves half gates.
 LOOPS = {
-    "lstm-linen": (Bound(0.86, 1.27), Bound(0.76, 0.81), Bound(0.91, 0.79)),
-    "lstm-nnx": (Bound(0.86, 1.25), Bound(0.76, 0.79), Bound(0.91, 0.74)),
-    "lstm-scan": (Bound(1.30, 1.63), Bound(1.29, 1.04), Bound(1.30, 1.02)),
-    "gru-linen": (Bound(1.19, 1.29), Bound(1.18, 0.94), Bound(1.52, 0.93)),
-    "gru-nnx": (Bound(0.85, 1.24), Bound(0.85, 0.89), Bound(1.29, 0.91)),
-    "gru-scan": (
-        Bound(1.29, 1.57, 1.15),
-        Bound(1.23, 1.14, 1.1),
-        Bound(1.24, 1.15, 1.1),
-    ),
+    "lstm-linen": (Bound(0.79, 0.66), Bound(0.75, 0.81), Bound(0.90, 0.79)),
+    "lstm-nnx": (Bound(0.79, 0.64), Bound(0.75, 0.79), Bound(0.90, 0.74)),
+    "lstm-scan": (Bound(1.17, 0.81), Bound(1.22, 1.04), Bound(1.23, 1.02)),
+    "gru-linen": (Bound(1.17, 0.89), Bound(1.16, 0.94), Bound(1.49, 0.93)),
+    "gru-nnx": (Bound(0.83, 0.87), Bound(0.83, 0.89), Bound(1.25, 0.91)),
+    "gru-scan": (Bound(1.18, 1.04), Bound(1.21, 1.14), Bound(1.22, 1.15)),
 }
 EXCEPTIONS |= {
     (name, mode): bound
@@ -95,6 +89,11 @@ EXCEPTIONS |= {
     (name, "O5"): Bound(1.02, 1.02, 1.17)
     for name in lean_cases.FORMS
     if name not in LOOPS
+}
+EXCEPTIONS |= {
+    # Its rows end with one more term, the sink's, so XLA sums them in more kernels.
+    ("attention-sunk", "widest"): Bound(1.07, 1.02),  # 1.063 and 0.863
+    ("attention-sunk", "O5"): Bound(1.02, 1.02, 1.22),  # 1.015 and 0.817
 }
 # Measured: at most 1.000 and 1.000. A kernel more sums the gradient of a bias. At O5,
 # the check of the gradients adds at most 1 % to these small programs.
