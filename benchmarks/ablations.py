@@ -89,11 +89,11 @@ def code_of(folder: pathlib.Path) -> str:
 
 def measure_missing(wanted: Iterable[tuple[str, str, str]]) -> None:
     """Adds missing entries, and replaces entries of another version of autocast."""
-    here = lean.conditions("H200") | {"code": code_of(AUTOCAST)}
+    here: Entry = lean.conditions("H200") | {"code": code_of(AUTOCAST)}
     here.pop("commit")  # a comment changes it
     entries = {_key(entry): entry for entry in read()}
     for model, mode, name in wanted:
-        same = entries.get((model, mode, SAME), {})
+        same: Entry = entries.get((model, mode, SAME), {})
         if not here.items() <= same.items():
             same = {"model": model, "mode": mode, SAME: []} | here
         known = here.items() <= entries.get((model, mode, name), {}).items()
