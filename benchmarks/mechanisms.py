@@ -92,7 +92,7 @@ MECHANISMS = {
         _gives(None),
     ),
     "softmax": Mechanism(
-        "The derivative of a softmax is one kernel, and may read its half result.",
+        "The derivative of a softmax reads its result in half.",
         "softmax._softmax_ending_in",
         _gives(None),
     ),

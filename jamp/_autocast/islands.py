@@ -44,7 +44,7 @@ from jamp._autocast.graph import (
 )
 from jamp._autocast.primitives import Shape, primitive_name, traits_of
 from jamp._autocast.program import dtype_of, is_float, shape_of, size_of
-from jamp._autocast.softmax import with_softmaxes
+from jamp._autocast.softmax import with_softmax
 from jamp._autocast.sums import joined
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES
 
@@ -73,8 +73,9 @@ def checkpoint_islands(
             (result,) = jaxpr.eqns[end].outvars
             large = filter(is_float, variables_in(inputs_of(eqns), size_of(result)))
             in_rows = fuses_rows(eqns, size_of(result))
-            eqns, has_barrier = with_softmaxes(eqns, graph, programs)
+            has_barrier = False
             if dtype_of(result) in HALF_DTYPES:
+                eqns, has_barrier = with_softmax(eqns, graph, programs)
                 eqns = _with_rounded(eqns, result, programs)
             pinned = [] if loop or has_barrier else list(large)
             new = checkpoint(graph, island, eqns, pinned, in_rows, programs)

@@ -1,20 +1,18 @@
-"""Gives the softmaxes in an island derivatives with few residuals and kernels.
+"""Replaces a softmax in an island with one whose derivative reads its half result.
 
     e = exp x; s = reduce_sum e; r = broadcast_in_dim s; y = div e r
     y = custom_jvp_call[name=softmax] x
 
-A softmax divides an exponential by its own sum. JAX's derivative of the division and
-the sum takes XLA for GPUs up to four kernels, which read the scores and the cotangents
-twice. This derivative is one kernel.
-
-The next matmul saves the result of the island in half anyway. So the derivative of a
-softmax that is this result reads the half copy, and the scores need not be saved. On a
-TPU, XLA does not save the half result. It recomputes the exponential from the half
-scores inside each matmul that reads it, and the derivative does the same.
+A softmax divides an exponential by its own sum. The next matmul saves the result of the
+island in half anyway. If the derivative of the softmax reads this copy, the scores need
+not be saved, and XLA moves the bytes of a half model.
 
 If dropout follows, the matmul saves the output of the dropout, and the result would be
 one more saved array. If the scores are read in any case, such as by the derivative of a
-cap or a temperature, the same holds. Then this derivative recomputes the result.
+cap or a temperature, the same holds. Such a softmax keeps JAX's derivative.
+
+On a TPU, XLA does not save the half result. It recomputes the exponential from the half
+scores inside each matmul that reads it, and the derivative does the same.
 """
 
 import functools
@@ -36,31 +34,28 @@ from jamp._autocast.program import Atom, dtype_of, shape_of, size_of
 _REPEATS = ("broadcast_in_dim", "reshape", "expand_dims")
 
 
-def with_softmaxes(
+def with_softmax(
     eqns: Sequence[jc.JaxprEqn], graph: Graph, programs: dict[Any, Any]
 ) -> tuple[list[jc.JaxprEqn], bool]:
-    """Replaces each softmax of an island with one equation.
+    """Replaces the softmax that ends an island with one equation.
 
     The last equation is the cast to half that ends the island. The second result says
-    whether the derivative of a softmax reads the result of this cast.
+    whether it casts the result of a softmax. A barrier inside this softmax protects the
+    half copy, so the island needs no other barrier.
     """
     makers: dict[Atom, jc.JaxprEqn] = {v: eqn for eqn in eqns for v in eqn.outvars}
-    (result,) = eqns[-1].outvars
-    size, new = size_of(result), dict[int, list[jc.JaxprEqn]]()
+    (rounded,), (result,) = eqns[-1].invars, eqns[-1].outvars
+    end, size = makers.get(rounded), size_of(result)
     read_again = [e for e in eqns if variables_in(e.outvars, size) and _reads_large(e)]
-    reads_result = False
-    for end in eqns:
-        if replaced := _softmax_ending_in(end, makers, graph):
-            exp, total, *_ = replaced
-            is_last = end.outvars == list(eqns[-1].invars)
-            is_result = is_last and read_again == [exp, end]
-            half = dtype_of(result) if is_result else None
-            function = _softmax(total.params["axes"], half)
-            written = call(function, exp.invars, end.outvars, end, programs)
-            if written:
-                new[id(end)], reads_result = written, is_result
-                new |= dict.fromkeys(map(id, replaced), [])
-    return [e for eqn in eqns for e in new.get(id(eqn), [eqn])], reads_result
+    if end is not None and (replaced := _softmax_ending_in(end, makers, graph)):
+        exp, total, *_ = replaced
+        function = _softmax(total.params["axes"], dtype_of(result))
+        new = call(function, exp.invars, end.outvars, end, programs)
+        if new and read_again == [exp, end]:
+            gone = set(map(id, replaced))
+            left = (new if e is end else [e] for e in eqns if id(e) not in gone)
+            return [e for part in left for e in part], True
+    return list(eqns), False
 
 
 def _reads_large(eqn: jc.JaxprEqn) -> bool:
@@ -107,8 +102,8 @@ def _softmax_ending_in(
 
 
 @functools.cache
-def _softmax(axes: tuple[int, ...], half: DTypeLike | None) -> Callable[[Array], Array]:
-    """Returns a softmax whose derivative reads its result in `half`, or exactly."""
+def _softmax(axes: tuple[int, ...], half: DTypeLike) -> Callable[[Array], Array]:
+    """Returns a softmax whose derivative reads its result in `half`."""
 
     def softmax(x):
         y = jnp.exp(x)
@@ -119,8 +114,6 @@ def _softmax(axes: tuple[int, ...], half: DTypeLike | None) -> Callable[[Array],
     @derived.defjvp
     def derivative(primals, tangents):
         (y,), (t,) = map(softmax, primals), tangents
-        if half is None:
-            return y, linear(y, t)
         copy = kept(y.astype(half))
         x, total = jax.lax.platform_dependent(copy, y, tpu=exact, default=rounded)
         return y, linear(x / kept(total), t)

@@ -83,7 +83,7 @@ EXAMPLES = {
         lambda w, x: standardised(x @ w + (x[:, 0] @ w)[:, None]), (MATRIX, MATRICES)
     ),
     "softmax, sums recomputed, islands, small inputs": Example(
-        lambda w, x, b: nn.softmax(x @ w + b * w[0]) @ w, (*SQUARES, (4, 1))
+        lambda w, x, b: nn.softmax(x @ w + b) @ w, (*SQUARES, (4, 1))
     ),
     "island barrier": Example(lambda w, x: jnp.tanh(x @ w) @ w, SQUARES),
     "sums kept": Example(lambda w, x: standardised(jnp.tanh(x @ w)) @ w, SQUARES),
