@@ -147,7 +147,11 @@ def custom_vjp(
     They become residuals. `run(rule, values, *args)` rewrites a rule, and calls it.
     """
     rules = _vjp_rules(eqn)
-    symbolic, end = rules.options["symbolic_zeros"], len(eqn.invars) - rules.consts
+    wants_zeros, end = rules.options["symbolic_zeros"], len(eqn.invars) - rules.consts
+    # Only with symbolic zeros does JAX say which operands are perturbed. `vmap` makes a
+    # constant an operand, and no rule takes a perturbed constant.
+    symbolic = not rules.options.get("optimize_remat")  # JAX takes only one of the two
+    options = rules.options | {"symbolic_zeros": symbolic}
 
     def forward(*args: Any) -> Any:
         values = custom_vjp_primal_tree_values(args) if symbolic else args
@@ -159,6 +163,8 @@ def custom_vjp(
         return results, (residuals, values[end:])
 
     def backward(rule: Callable[..., Any], residuals: Any, cotangents: Any) -> Any:
+        if not wants_zeros:
+            cotangents = list(map(ad.instantiate_zeros, _inner(cotangents)))
         grads, logs = run(rule, residuals[1], residuals[0], cotangents)
         none = [None] * free
         return (*(None if _is_zero(g) else g for g in grads), *none), logs
@@ -169,7 +175,7 @@ def custom_vjp(
         call = lambda *args: jc.jaxpr_as_fun(program)(*consts, *args[:end])  # noqa: E731
         own = jax.custom_vjp(_called_as(program, call))
         own.defvjp_with_logs(
-            forward, functools.partial(backward, rules.backward), **rules.options
+            forward, functools.partial(backward, rules.backward), **options
         )
         if rules.remat:
             first, again, last = rules.remat
@@ -209,10 +215,16 @@ def _rules_of_equation(eqn: jc.JaxprEqn) -> _Rules:
 
 
 def _rules_of_object(prim: Any) -> _Rules:
-    params, consts = prim.params, len(jax.tree.leaves(prim.in_avals[0]))
+    params, avals = prim.params, jax.tree.leaves(prim.in_avals[0])
+    consts = len(avals)
 
     def operands(leaves: Sequence[Any]) -> Any:
-        return prim.in_tree.unflatten([*[0] * consts, *leaves])
+        # The rules ignore values from closures, but `vmap` reads their shapes.
+        ignored = [ad.instantiate_zeros(ad.Zero(aval)) for aval in avals]
+        return prim.in_tree.unflatten([*ignored, *leaves])
+
+    def flags(perturbed: Sequence[bool]) -> Any:
+        return prim.in_tree.unflatten([*[False] * consts, *perturbed])
 
     def flat(results: Any, residuals: Any, *_: Any) -> Any:
         return prim.out_tree.flatten_up_to(results), residuals
@@ -220,7 +232,7 @@ def _rules_of_object(prim: Any) -> _Rules:
     def forward(perturbed: Sequence[bool], args: Sequence[Any]) -> Any:
         # A literal of the program arrives as a Python number.
         args = [x if hasattr(x, "shape") else jnp.asarray(x) for x in args]
-        return flat(*prim.vjp_fwd(operands(perturbed), *operands(args)))
+        return flat(*prim.vjp_fwd(flags(perturbed), *operands(args)))
 
     def gradients(rule: Callable[..., Any], residuals: Any, dots: Any) -> Any:
         grads, logs = rule(residuals, prim.out_tree.unflatten(_inner(dots)))

@@ -287,3 +287,40 @@ def test_a_rule_may_differentiate_a_function_of_integers(name, promote):
         if callable(got):
             got, want = (pull(jnp.ones_like(fn(x, w, ids))) for pull in (got, want))
         jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+ROW = np.linspace(0.5, 1, 4).astype("f4")
+
+
+def scaled_rule(x):
+    """Closes a custom function over an array of NumPy."""
+    fn = custom_vjp(
+        lambda x: jnp.tanh(x * ROW),
+        lambda x: (jnp.tanh(x * ROW), x),
+        lambda x, g: (g * jnp.cos(x) * ROW,),
+    )
+    return fn(x)
+
+
+IN_BRANCHES = {
+    "cond": lambda x: jax.vmap(
+        lambda row, i: lax.cond(i > 0, scaled_rule, jnp.sin, row)
+    )(x, jnp.arange(3)),
+    "switch": lambda x: lax.switch(1, [jnp.sin, scaled_rule], x),
+    "map": lambda x: lax.map(scaled_rule, x),
+    "vmap of scan": lambda x: jax.vmap(
+        lambda row: lax.scan(lambda c, _: (scaled_rule(c), c), row, length=2)[1]
+    )(x),
+    "jit in vmap": lambda x: jax.vmap(jax.jit(scaled_rule))(x),
+    "checkpoint in vmap": lambda x: jax.vmap(jax.checkpoint(scaled_rule))(x),
+}
+
+
+@pytest.mark.parametrize("promote", ["widest", "narrowest"])
+@pytest.mark.parametrize("name", IN_BRANCHES)
+def test_a_rule_may_close_over_an_array_of_numpy(name, promote):
+    fn, x = IN_BRANCHES[name], jnp.arange(12.0).reshape(3, 4) / 8
+    cast = jamp.autocast(fn, "bfloat16", promote=promote)
+    got, want = (jax.grad(lambda x: f(x).sum())(x) for f in (cast, fn))  # noqa: B023
+    np.testing.assert_allclose(got, want, rtol=0.02, atol=0.02)
+    np.testing.assert_allclose(jax.jit(jax.grad(lambda x: cast(x).sum()))(x), got)

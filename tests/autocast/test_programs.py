@@ -166,7 +166,7 @@ def layers(w):
 
     def body(c, _):
         with jax.named_scope("inner"):
-            return jnp.tanh(c @ w)
+            return jnp.abs(c @ w)
 
     return jax.checkpoint(lambda y: repeat(body, y, length=2))(y)
 
