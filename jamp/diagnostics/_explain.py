@@ -231,7 +231,8 @@ def _decision_in_function(
     if frames_of(eqn):
         note = next((note for note in notes_in(own) if note.holds_program), None)
     elif note := note_in(own):
-        note = None if note.operands == CAST else note
+        is_own = note.operands != CAST and note.primitive == primitive_name(eqn)
+        note = note if is_own else None
     elif (note := note_in(around.names)) and not around.is_users:
         note = _note_inside(eqn, note, around)
     else:
@@ -249,7 +250,7 @@ def _note_inside(eqn: jc.JaxprEqn, note: Note, around: _Enclosing) -> Note | Non
     if note.primitive == name:
         return note
     rule = rule_of(around.lists, name)
-    if rule is None or name == "convert_element_type":
+    if rule is None or name.startswith(("convert_element_type", "jamp_")):
         return None
     why = "list" if rule is Rule.FLOAT32 else "operands"
     return Note(name, why, rule.value)

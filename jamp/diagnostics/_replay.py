@@ -28,6 +28,8 @@ _MARKS = (
     "optimization_barrier",
     "jamp_apart",
     "jamp_residual",
+    "jamp_kept",
+    "jamp_sum",
     "jamp_repeated",
     "jamp_row_major",
     "jamp_made",
@@ -95,7 +97,7 @@ def _run(program: jc.Jaxpr, values: list[Value], context: Context, whole: bool) 
             if last[id(var)] == i and isinstance(var, jc.Var):
                 env.pop(var, None)
         if eqn.primitive.name in _MARKS:
-            outs = operands
+            outs = operands[: len(eqn.outvars)]
         else:
             outs = yield from _run_equation(
                 Site(eqn, program, context), operands, whole
