@@ -17,6 +17,7 @@ from jax.extend import core as jc
 from jax.extend.core.primitives import stop_gradient_p
 
 from jamp._autocast import derivatives
+from jamp._autocast.closures import closed_over
 from jamp._autocast.frames import (
     CHECKPOINT,
     HOLDERS,
@@ -267,7 +268,7 @@ def _custom_vjp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> No
     inner = found.written(recorded(frame.program.outvars))
     # The rules may close over values of an outer program. These become operands without
     # a derivative, like the values that the function itself closes over.
-    free = [v for v in derivatives.closed_over(eqn) if v in rewriter.versions]
+    free = [v for v in closed_over(eqn) if v in rewriter.versions]
     tracing = _tracing(rewriter, eqn)
     run = functools.partial(derivatives.run_rule, write, tracing, free)
     make = functools.partial(derivatives.custom_vjp, eqn, inner, run, len(free))

@@ -12,7 +12,6 @@ derivatives to take. The tests check each fact about JAX that this file needs.
 import contextlib
 import functools
 import itertools
-import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -23,8 +22,8 @@ from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.extend import core as jc, linear_util
 from jax.interpreters import ad
-from jaxtyping import PyTree
 
+from jamp._autocast.closures import variable_of
 from jamp._autocast.frames import frames_of, once_per_program, with_programs
 from jamp._autocast.hijax import hi_primitive
 from jamp._autocast.jax_internals import function_of
@@ -314,24 +313,6 @@ def run_rule(
     return rebuild(jc.jaxpr_as_fun(jaxpr)(*closed_over, *values))
 
 
-def closed_over(eqn: jc.JaxprEqn) -> list[jc.Var]:
-    """Returns the variables whose tracers a `custom_vjp_call`'s rules close over.
-
-    Without autocast, JAX may differentiate without a trace, and a rule closes over
-    values. Here it closes over tracers of a finished trace, which keep their variables.
-    """
-    params = (hi_primitive(eqn) or eqn).params
-    tracers = _tracers_in(list(params.values()))
-    return list(dict.fromkeys(filter(None, map(_variable_of, tracers))))
-
-
-def _variable_of(tracer: Any) -> jc.Var | None:
-    """Returns the variable of a tracer in its program, or None."""
-    while isinstance(tracer, Tracer):
-        tracer = getattr(tracer, "val", None)  # a tracer of `vmap` wraps another one
-    return tracer if isinstance(tracer, jc.Var) else None
-
-
 def _with_inputs(jaxpr: jc.Jaxpr, variables: Sequence[jc.Var]) -> jc.Jaxpr:
     """Returns a program with variables of another program as its first inputs.
 
@@ -340,7 +321,7 @@ def _with_inputs(jaxpr: jc.Jaxpr, variables: Sequence[jc.Var]) -> jc.Jaxpr:
     new = {v: jc.Var(v.aval) for v in variables}
     kept: dict[jc.Var, Any] = {}
     for var, const in zip(jaxpr.constvars, jaxpr.consts, strict=True):
-        known = _variable_of(const)
+        known = variable_of(const)
         if known in new:
             new[known] = var
         else:
@@ -350,56 +331,3 @@ def _with_inputs(jaxpr: jc.Jaxpr, variables: Sequence[jc.Var]) -> jc.Jaxpr:
         constvars=list(kept),
         consts=list(kept.values()),
     )
-
-
-# ---- tracers in closures
-
-
-def _tracers_in(x: PyTree) -> list[Tracer]:
-    """Returns the tracers in closures, defaults, and arguments of partials and methods.
-
-    It searches only pytrees, because other objects may contain the user's data set.
-    """
-    found: list[Tracer] = []
-    seen: dict[int, Any] = {}
-    waiting = [x]
-    while waiting:
-        x = waiting.pop()
-        if id(x) in seen:
-            continue
-        seen[id(x)] = x  # kept alive, so that no later object has the same `id`
-        if isinstance(x, Tracer):
-            found.append(x)
-        else:
-            waiting += _held(x)
-    return found
-
-
-def _held(x: Any) -> list[Any]:
-    """Returns the values that a function closes over, or the leaves of a pytree."""
-    if isinstance(x, types.FunctionType):
-        defaults = [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
-        cells = [c for c in x.__closure__ or () if c != types.CellType()]
-        return [*defaults, *(cell.cell_contents for cell in cells)]
-    if isinstance(x, types.MethodType):
-        return [x.__func__, x.__self__]
-    if isinstance(x, functools.partial):
-        return [x.func, *x.args, *x.keywords.values()]
-    if isinstance(x, linear_util.WrappedFun):
-        return [x.f_transformed]
-    if isinstance(x, jax.custom_vjp | jax.custom_jvp):
-        return list(vars(x).values())
-    if _is_of_jax(x):
-        # `x` may be a jitted function, or JAX's wrapper of a static argument.
-        is_field = not isinstance(getattr(type(x), "val", None), property)
-        return [getattr(x, "__wrapped__", None), is_field and getattr(x, "val", None)]
-    try:
-        leaves = jax.tree.leaves(x)
-    except ValueError:  # a dict whose keys cannot be sorted is not a pytree
-        return []
-    is_new = (y is not x and (callable(y) or _is_of_jax(y)) for y in leaves)
-    return list(itertools.compress(leaves, is_new))
-
-
-def _is_of_jax(x: Any) -> bool:
-    return type(x).__module__.partition(".")[0] in ("jax", "jaxlib")
