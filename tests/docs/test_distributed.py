@@ -51,7 +51,7 @@ def test_both_processes_say_that_they_have_the_same(printed, folder):
     assert one[3:5] == ("32768", "1")  # half of 2**16
     assert float(one[5]) > 0
     assert printed.count("jamp O2") == 1
-    assert printed.count("0/3 [") == 1  # one progress bar
+    assert "0/3 [" not in printed  # no progress bar without a terminal
     assert png_size(folder / "distributed.png") == (840, 600)
 
 
