@@ -88,6 +88,22 @@ def call(
     return eqns
 
 
+def followed(
+    eqn: jc.JaxprEqn,
+    function: Callable[..., Any],
+    operands: Sequence[Any],
+    known: dict[Any, Any],
+) -> list[jc.JaxprEqn]:
+    """Returns an equation and a call of a function on its result and `operands`.
+
+    The call returns the result of the equation. `call` explains `known`.
+    """
+    (out,) = eqn.outvars
+    before = jc.Var(out.aval)
+    new = call(function, [before, *operands], [out], eqn, known)
+    return [eqn.replace(outvars=[before]), *new] if new else [eqn]
+
+
 def _in_mesh(ctx: Any, fn: Callable[[], Any]) -> Any:
     """Calls a function in the context of an equation.
 

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax.extend import core as jc
 from jax.typing import DTypeLike
 
-from jamp._autocast.calls import call
+from jamp._autocast.calls import followed
 from jamp._autocast.graph import (
     Graph,
     Region,
@@ -160,14 +160,12 @@ def _with_rounded(
     size, rounding, written = size_of(result), joined(dtype_of(result)), []
     small = {v for v in inputs_of(eqns) if size_of(v) < size}
     for eqn in eqns:
-        (out,), read = eqn.outvars, variables_in(eqn.invars)
-        written.append(eqn)
+        read = variables_in(eqn.invars)
+        added = [v for v in read if v in small and dtype_of(v) == FLOAT32]
         if read and small.issuperset(read):
-            small.add(out)
-        elif added := [v for v in read if v in small and dtype_of(v) == FLOAT32]:
-            exact = jc.Var(out.aval)
-            if new := call(rounding, [exact, *added], [out], eqn, programs):
-                written[-1:] = eqn.replace(outvars=[exact]), *new
+            small.update(eqn.outvars)
+            added = []
+        written += followed(eqn, rounding, added, programs) if added else [eqn]
     return written
 
 

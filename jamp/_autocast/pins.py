@@ -23,7 +23,7 @@ from jax.extend import core as jc
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 
-from jamp._autocast.calls import call
+from jamp._autocast.calls import followed
 from jamp._autocast.jax_internals import at_place
 from jamp._autocast.primitives import Shape, primitive_name, traits_of
 from jamp._autocast.program import size_of_shape
@@ -61,28 +61,28 @@ def with_kept_sums(
     """
     written, function = list[jc.JaxprEqn](), kept_on_tpu if in_rows else kept
     for eqn in eqns:
-        written.append(eqn)
-        if is_reduction(eqn):
-            exact = jc.Var(eqn.outvars[0].aval)
-            if new := call(function, [exact], eqn.outvars, eqn, programs):
-                written[-1:] = eqn.replace(outvars=[exact]), *new
+        found = followed(eqn, function, [], programs) if is_reduction(eqn) else [eqn]
+        written += found
     return written
 
 
 def is_reduction(eqn: jc.JaxprEqn) -> bool:
+    """Returns whether an equation is a sum, a maximum or a similar reduction."""
     return traits_of(primitive_name(eqn)).shape is Shape.REDUCE
 
 
 def is_kept(primitive: jc.Primitive, *_: Any, **__: Any) -> bool:
-    """The policy of a checkpoint."""
+    """The policy of a checkpoint: it saves what `kept` returns."""
     return primitive is _kept
 
 
 def kept(x: Array) -> Array:
+    """Returns a value that the checkpoint saves."""
     return _kept.bind(x)
 
 
 def kept_on_tpu(x: Array) -> Array:
+    """Returns a value that a TPU's backward pass reads, and a GPU's recomputes."""
     return _sum.bind(kept(x), x)
 
 

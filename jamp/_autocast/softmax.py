@@ -40,8 +40,8 @@ def with_softmax(
     """Replaces the softmax that ends an island with one equation.
 
     The last equation is the cast to half that ends the island. The second result says
-    whether it casts the result of a softmax. A barrier inside this softmax protects the
-    half copy, so the island needs no other barrier.
+    whether a softmax was replaced. A barrier inside it protects the half copy, so the
+    island needs no other barrier.
     """
     makers: dict[Atom, jc.JaxprEqn] = {v: eqn for eqn in eqns for v in eqn.outvars}
     (rounded,), (result,) = eqns[-1].invars, eqns[-1].outvars
@@ -49,9 +49,10 @@ def with_softmax(
     read_again = [e for e in eqns if variables_in(e.outvars, size) and _reads_large(e)]
     if end is not None and (replaced := _softmax_ending_in(end, makers, graph)):
         exp, total, *_ = replaced
+        if read_again != [exp, end]:
+            return list(eqns), False
         function = _softmax(total.params["axes"], dtype_of(result))
-        new = call(function, exp.invars, end.outvars, end, programs)
-        if new and read_again == [exp, end]:
+        if new := call(function, exp.invars, end.outvars, end, programs):
             gone = set(map(id, replaced))
             left = (new if e is end else [e] for e in eqns if id(e) not in gone)
             return [e for part in left for e in part], True

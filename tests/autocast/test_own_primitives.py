@@ -3,7 +3,6 @@
 One of them runs before a loop whose trips share its operand.
 """
 
-import contextlib
 import functools
 import importlib
 import pkgutil
@@ -18,7 +17,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 import jamp
 import pallas_kernels
-from jamp._autocast import jax_internals, pins, products, reduction, sums
+from jamp._autocast import pins, products, reduction, sums
 from jamp._fp8 import quantized
 from jamp._fp8.quantized import Of, quantize
 from pallas_kernels import layouts
@@ -171,25 +170,3 @@ def test_a_loop_invariant_is_quantized_before_the_loop(name):
     with jax.disable_jit():  # moves no operation
         expected = fn(QUARTERS)
     np.testing.assert_array_equal(jax.jit(fn)(QUARTERS), expected)
-
-
-ONE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-OPTIONS = {
-    "none": {},
-    "inline": {"inline": True},
-    "in_shardings": {"in_shardings": ONE},
-    "out_shardings": {"out_shardings": ONE},
-    "donated": {"donate_argnums": 0},
-}
-
-
-@pytest.mark.parametrize("in_mesh", [False, True])
-@pytest.mark.parametrize("name", OPTIONS)
-def test_only_a_jit_without_options_is_inlined(name, in_mesh):
-    fn, is_bare = jax.jit(jnp.sin, **OPTIONS[name]), name in ("none", "inline")
-    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Explicit,))
-    with jax.set_mesh(mesh) if in_mesh else contextlib.nullcontext():
-        (eqn,) = jax.make_jaxpr(fn)(QUARTERS).eqns
-        written = jax.make_jaxpr(jamp.autocast(fn))(QUARTERS).eqns
-    assert jax_internals.is_bare_jit(eqn) == is_bare
-    assert ([e.primitive.name for e in written] == ["sin"]) == is_bare
