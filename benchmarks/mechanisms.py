@@ -43,7 +43,7 @@ def _empty(original: Any) -> property:
 
 
 def _never_apart(original: Function) -> Function:
-    return lambda *args: original(*args)._replace(apart=False)
+    return lambda *args: original(*args)._replace(own_casts=False)
 
 
 def _each_apart(original: Function) -> Function:

@@ -1,9 +1,9 @@
 """Writes functions as equations, and groups of equations as one equation.
 
-    call(softmax, [x], [y], place)         y = custom_jvp_call[name=softmax] x
+    call(softmax, [x], [y], source)        y = custom_jvp_call[name=softmax] x
     checkpointed([exp, mul], [x], [y])     y = checkpoint[jaxpr={ x. ... in y }] x
 
-Equal calls and equal checkpoints share one program, which JAX differentiates once. As
+Equal calls and equal checkpoints share one jaxpr, which JAX differentiates once. As
 for `jax_internals`, the tests check each fact about JAX.
 """
 
@@ -18,8 +18,8 @@ from jax.extend import core as jc
 from jax.extend.core import primitives
 from jax.sharding import AxisType
 
-from jamp._autocast.frames import with_equations
-from jamp._autocast.jax_internals import at_place, scopes, unnamed, with_scopes
+from jamp._autocast.jax_internals import at_source, scopes, unnamed, with_scopes
+from jamp._autocast.subjaxprs import with_equations
 
 
 class Replacement(NamedTuple):
@@ -58,33 +58,33 @@ def call(
     function: Callable[..., Any],
     operands: Sequence[Any],
     results: Sequence[jc.Var] | None,
-    place: jc.JaxprEqn,
+    source: jc.JaxprEqn,
     known: dict[Any, Any] | None = None,
 ) -> list[jc.JaxprEqn]:
-    """Traces a function to equations, which replace the equation `place`.
+    """Traces a function to equations, which replace the equation `source`.
 
-    `known` caches the program by the types of the operands. Without `results`, the
+    `known` caches the jaxpr by the types of the operands. Without `results`, the
     results are new variables.
 
     Returns no equations if a result has a different type, such as an explicit sharding.
     """
     known = {} if known is None else known
-    key = function, tuple([v.aval for v in operands]), place.ctx
+    key = function, tuple([v.aval for v in operands]), source.ctx
     if key not in known:
         trace = functools.partial(jax.jit(function).trace, *key[1])
-        known[key] = _in_mesh(place.ctx, trace).jaxpr
-    program = known[key]
+        known[key] = _in_mesh(source.ctx, trace).jaxpr
+    jaxpr = known[key]
     if results is None:
-        results = [jc.Var(v.aval) for v in program.outvars]
-    if [v.aval for v in program.outvars] != [v.aval for v in results]:
+        results = [jc.Var(v.aval) for v in jaxpr.outvars]
+    if [v.aval for v in jaxpr.outvars] != [v.aval for v in results]:
         return []
-    new: dict[Any, Any] = dict(zip(program.invars, operands, strict=True))
-    new |= dict(zip(program.outvars, results, strict=True))
+    new: dict[Any, Any] = dict(zip(jaxpr.invars, operands, strict=True))
+    new |= dict(zip(jaxpr.outvars, results, strict=True))
     eqns: list[jc.JaxprEqn] = []
-    for eqn in program.eqns:
+    for eqn in jaxpr.eqns:
         invars = [v if isinstance(v, jc.Literal) else new[v] for v in eqn.invars]
         outvars = [new.setdefault(v, jc.Var(v.aval)) for v in eqn.outvars]
-        eqns.append(at_place(eqn.replace(invars=invars, outvars=outvars), place))
+        eqns.append(at_source(eqn.replace(invars=invars, outvars=outvars), source))
     return eqns
 
 
@@ -133,10 +133,10 @@ def checkpointed(
     invars: Sequence[jc.Var],
     outvars: Sequence[jc.Var],
     policy: Callable[..., bool],
-    programs: dict[Any, jc.Jaxpr],
+    jaxprs: dict[Any, jc.Jaxpr],
     around: jc.Jaxpr,
 ) -> jc.JaxprEqn:
-    """Puts equations of the program `around` into one `jax.checkpoint` equation.
+    """Puts equations of the jaxpr `around` into one `jax.checkpoint` equation.
 
     The checkpoint saves the results that the `policy` selects. It has the line of the
     last equation and the name scopes that all equations share.
@@ -144,13 +144,13 @@ def checkpointed(
     It always uses `remat2`. With the flag `jax_remat3`, JAX uses another primitive,
     which calls the policy for few primitives and for no sums.
 
-    `programs` caches the program. Equations that differ only in their variables share
-    one program, which JAX differentiates once.
+    `jaxprs` caches the jaxpr. Equations that differ only in their variables share
+    one jaxpr, which JAX differentiates once.
     """
     stacks = list(map(scopes, eqns))
     common = len(os.path.commonprefix([names.stack for names in stacks]))
     key = _structure(eqns, [*invars, *outvars], common)
-    inner = programs.get(key)
+    inner = jaxprs.get(key)
     if inner is None:
         inner = with_equations(
             unnamed(around),
@@ -161,17 +161,17 @@ def checkpointed(
             effects=set(),
         )
         if key is not None:
-            programs[key] = inner
+            jaxprs[key] = inner
     params = {
         "jaxpr": inner,
-        "prevent_cse": False,  # `pins` has the barriers
+        "prevent_cse": False,  # `barriers` has them
         "differentiated": False,
         "policy": policy,
     }
     new = jc.new_jaxpr_eqn(
         list(invars), list(outvars), primitives.remat_p, params, set()
     )
-    return at_place(new, with_scopes(eqns[-1], stacks[-1][:common]))
+    return at_source(new, with_scopes(eqns[-1], stacks[-1][:common]))
 
 
 def _structure(
@@ -191,9 +191,9 @@ def _structure(
     parts: list[Any] = [tuple(map(key_of, variables))]
     for eqn in eqns:
         atoms = tuple(map(key_of, eqn.invars)), tuple(map(key_of, eqn.outvars))
-        place = eqn.source_info.traceback, scopes(eqn)[common:]
+        line = eqn.source_info.traceback, scopes(eqn)[common:]
         params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
-        parts.append((eqn.primitive, params, atoms, place, eqn.ctx))
+        parts.append((eqn.primitive, params, atoms, line, eqn.ctx))
     try:
         hash(structure := tuple(parts))
     except TypeError:

@@ -16,7 +16,7 @@ from jamp._autocast.jax_internals import is_weak_scalar
 from jamp._autocast.marks import Source
 from jamp._autocast.origins import Origin
 from jamp._autocast.primitives import Rule, Shape, traits_of
-from jamp._autocast.program import (
+from jamp._autocast.scope import (
     KEPT,
     NO_MODEL,
     Atom,
@@ -50,15 +50,15 @@ class Case:
         # Whether a result is float32 in the user's program, unlike a comparison's.
         self.has_float32_result = any([is_float32(v) for v in eqn.outvars])
         # Whether an operand, and whether the result, may be beyond half's range.
-        self.asks = self.result_asks = False
+        self.out_of_range = self.result_out_of_range = False
         self.carried = self._reads_carry()
         # Whether it passes on, or compares with, a number that half may change.
         self.keeps_digits = False
         self.bias: jc.Var | None = None
         self.vote: Any = values.half if rule is Rule.HALF else FLOAT32
         if rule is Rule.PROMOTE or rule is Rule.MOVE:
-            self.asks = self._asks()
-            self.result_asks = self.asks and self._passes_numbers()
+            self.out_of_range = self._out_of_range()
+            self.result_out_of_range = self.out_of_range and self._passes_numbers()
             self.keeps_digits = values.half in self.votes and self._keeps_digits()
             if name == "add" and values.half in self.votes:
                 self.bias = self._bias()
@@ -148,8 +148,8 @@ class Case:
     def _vote(self) -> Any:
         """Returns the dtype that the results ask for."""
         votes, half = self.votes, self.values.half
-        asks = self.result_asks or self.keeps_digits
-        if asks or self.carried or self._picks():
+        out_of_range = self.result_out_of_range or self.keeps_digits
+        if out_of_range or self.carried or self._picks():
             return FLOAT32
         if not votes:
             literal = self.rule is Rule.MOVE or is_weak_scalar(self.eqn.outvars[0])
@@ -171,9 +171,9 @@ class Case:
         is_kept = Source.KEPT in value.source and Source.HALF not in value.source
         return is_kept and value.vote == FLOAT32
 
-    def _asks(self) -> bool:
+    def _out_of_range(self) -> bool:
         fill = self.eqn.params.get("fill_value")
-        if any([value.asks for value in self.given]):
+        if any([value.out_of_range for value in self.given]):
             return True
         if fill is None or not self.has_float32_result:
             return False
@@ -187,7 +187,7 @@ class Case:
         if self.rule is Rule.MOVE or self.traits.keeps_range:
             return True
         half = self.values.half
-        joins = all([value.asks or value.vote != half for value in self.given])
+        joins = all([value.out_of_range or value.vote != half for value in self.given])
         return joins and not self._shrinks()
 
     def _keeps_digits(self) -> bool:
@@ -210,7 +210,7 @@ class Case:
         """
         for i, (v, value) in enumerate(zip(self.eqn.invars, self.given, strict=True)):
             is_divisor = self.name == "div" and i == 1
-            if value.asks:
+            if value.out_of_range:
                 if not isinstance(v, jc.Literal) or (abs(v.val) > 1) != is_divisor:
                     return False
         return True
@@ -229,7 +229,7 @@ class Case:
         """Returns the bias that it adds to a matmul in half, or None."""
         pairs = list(zip(self.eqn.invars, self.given, strict=True))
         for (_, of_matmul), (bias, value) in (pairs, pairs[::-1]):
-            if value.asks or value.carried or not isinstance(bias, jc.Var):
+            if value.out_of_range or value.carried or not isinstance(bias, jc.Var):
                 continue
             if is_float32(bias):
                 if value.is_input and origins.is_bias(
@@ -259,10 +259,11 @@ class Case:
         value = Value(
             dtype,
             self.vote,
-            self.result_asks,
+            self.result_out_of_range,
             source=source,
             is_input=values.is_input(self.eqn),
-            invariant=self.traits.shape is Shape.RESHAPE and self.given[0].invariant,
+            is_loop_invariant=self.traits.shape is Shape.RESHAPE
+            and self.given[0].is_loop_invariant,
             changes=None if in_half else values.changes(self.eqn, self.given),
             carried=self.carried,
         )

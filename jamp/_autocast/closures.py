@@ -28,7 +28,7 @@ def closed_over(eqn: jc.JaxprEqn) -> list[jc.Var]:
 
 
 def variable_of(tracer: Any) -> jc.Var | None:
-    """Returns the variable of a tracer in its program, or None."""
+    """Returns the variable of a tracer in its jaxpr, or None."""
     while isinstance(tracer, Tracer):
         tracer = getattr(tracer, "val", None)  # a tracer of `vmap` wraps another one
     return tracer if isinstance(tracer, jc.Var) else None

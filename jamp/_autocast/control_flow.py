@@ -1,9 +1,9 @@
-"""Rewrites the primitives that hold programs, with one rule for each.
+"""Rewrites the primitives that hold jaxprs, with one rule for each.
 
     y:f32 = jit[jaxpr={ x:f32 w:f32. y:f32 = dot_general x w; in y }] x w
     y:f16 = jit[jaxpr={ x:f16 w:f16. y:f16 = dot_general x w; in y }] x' w'
 
-An inner program takes and returns other dtypes only if nothing relies on the user's
+An inner jaxpr takes and returns other dtypes only if nothing relies on the user's
 dtypes. A carry keeps its dtype unless it is a half activation. A constant of a scan
 keeps its dtype, because its gradient is a sum over the iterations.
 """
@@ -18,189 +18,191 @@ from jax.extend.core.primitives import stop_gradient_p
 
 from jamp._autocast import derivatives
 from jamp._autocast.closures import closed_over
-from jamp._autocast.frames import (
-    CHECKPOINT,
-    HOLDERS,
-    OBJECT,
-    OPEN_CALLS,
-    Frame,
-    with_programs,
-)
 from jamp._autocast.hijax import hi_primitive
 from jamp._autocast.loops import half_carries
 from jamp._autocast.marks import traced_for
 from jamp._autocast.origins import origin_of_unknown
 from jamp._autocast.primitives import Rule, primitive_name
-from jamp._autocast.program import (
+from jamp._autocast.rewrite import Rewriter, rewritten
+from jamp._autocast.scope import (
     Atom,
     dtype_of,
     is_float,
     recorded,
     region_rule,
 )
-from jamp._autocast.rewrite import Rewriter, program
+from jamp._autocast.subjaxprs import (
+    CHECKPOINT,
+    HIGHER_ORDER,
+    OBJECT,
+    OPEN_CALLS,
+    Subjaxpr,
+    with_jaxprs,
+)
 from jamp._autocast.tracing import Itself
 from jamp._autocast.values import Value, in_dtypes, one_of
 from jamp._core.dtypes import FLOAT32
 
 
-def _open(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
+def _open(rewriter: Rewriter, eqn: jc.JaxprEqn, subs: list[Subjaxpr]) -> None:
     """Rewrites a call, or the branches of a `cond`, for operands in any dtype.
 
     If the results of branches differ in dtype, all return the user's dtypes.
     """
     given = _outgoing(rewriter, eqn.invars)
-    operands = given[len(given) - len(frames[0].operands) :]  # without an index
-    pairs = [_called(rewriter, eqn, frame, operands) for frame in frames]
+    operands = given[len(given) - len(subs[0].operands) :]  # without an index
+    pairs = [_called(rewriter, eqn, sub, operands) for sub in subs]
     # The branches choose first: if they agree, none needs a cast at its end.
-    written = [program.written() for program, _ in pairs]
+    written = [inside.returning() for inside, _ in pairs]
     outs = recorded(written[0].outvars)
     if any(recorded(w.outvars) != outs for w in written):
         outs = recorded(eqn.outvars)
-        written = [program.written(outs) for program, _ in pairs]
+        written = [inside.returning(outs) for inside, _ in pairs]
     results = map(one_of, zip(*(values for _, values in pairs), strict=True))
     if rewriter.scope.policy.fp8 and eqn.primitive.name == CHECKPOINT:
         policy = rewriter.scope.policy.fp8.checkpoint_policy(eqn.params["policy"])
         eqn = eqn.replace(params=eqn.params | {"policy": policy})
-    params = with_programs(eqn, written)
+    params = with_jaxprs(eqn, written)
     ins = [value.dtype for value in given]
     rewriter.emit(eqn, ins, in_dtypes(results, outs), params)
     made = rewriter.eqns[-1].outvars
-    if made and not frames[0].own_residuals:
-        rewriter.calls[made[0]] = [program for program, _ in pairs]
+    if made and not subs[0].own_residuals:
+        rewriter.calls[made[0]] = [inside for inside, _ in pairs]
 
 
-def _scan(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
+def _scan(rewriter: Rewriter, eqn: jc.JaxprEqn, subs: list[Subjaxpr]) -> None:
     """Rewrites a scan. Its body takes each slice in the dtype that the slice votes for.
 
     A carry has the same dtype before and after an iteration. A carry that sums over the
     iterations would lose digits in half. So would the gradient of a constant, which the
     backward pass sums over the iterations.
     """
-    (frame,), values = frames, rewriter.values
-    fixed = frame.consts + frame.carries
-    places = range(frame.consts, fixed)
-    given = values.closed(eqn.invars, places)
+    (sub,), values = subs, rewriter.values
+    fixed = sub.consts + sub.carries
+    carries = range(sub.consts, fixed)
+    given = values.closed(eqn.invars, carries)
     for i, value in enumerate(values.of(eqn.invars)):
-        given[i] = given[i]._replace(asks=value.asks, invariant=i < frame.consts)
+        given[i] = given[i]._replace(
+            out_of_range=value.out_of_range, is_loop_invariant=i < sub.consts
+        )
         if i >= fixed:
             given[i] = given[i]._replace(vote=value.vote, dtype=value.outgoing)
-    in_half = _half_carries(rewriter, eqn, frame, given)
-    for i in places:
-        if i - frame.consts in in_half:
+    in_half = _half_carries(rewriter, eqn, sub, given)
+    for i in carries:
+        if i - sub.consts in in_half:
             given[i] = given[i]._replace(dtype=values.half, vote=values.half)
         else:
             given[i] = given[i]._replace(carried=given[i].vote == FLOAT32)
-    body = _program(rewriter, eqn, frame.program, given, frame)
-    outs = [given[i].dtype for i in places]
-    outs += [value.outgoing for value in body.results[frame.carries :]]
+    body = _rewritten(rewriter, eqn, sub.jaxpr, given, sub)
+    outs = [given[i].dtype for i in carries]
+    outs += [value.outgoing for value in body.results[sub.carries :]]
     results = []
     for i, inside in enumerate(body.results):
         value = values.unknown(eqn.outvars[i])._replace(source=inside.source)
-        if i >= frame.carries or i in in_half:
+        if i >= sub.carries or i in in_half:
             value = value._replace(vote=inside.vote)
         results.append(value)
-    params = with_programs(eqn, [body.written(outs)])
+    params = with_jaxprs(eqn, [body.returning(outs)])
     ins = [value.dtype for value in given]
     rewriter.emit(eqn, ins, in_dtypes(results, outs), params)
 
 
 def _half_carries(
-    rewriter: Rewriter, eqn: jc.JaxprEqn, frame: Frame, given: Sequence[Value]
+    rewriter: Rewriter, eqn: jc.JaxprEqn, sub: Subjaxpr, given: Sequence[Value]
 ) -> set[int]:
     """Returns the carries that are half before and after each iteration.
 
     `given` are the inputs of the body, with float32 carries.
     """
-    values, end = rewriter.values, frame.consts + frame.carries
+    values, end = rewriter.values, sub.consts + sub.carries
     if values.widest:
         return set()
-    starts = values.of(frame.operands[frame.consts : end])
-    of_model, inputs = values.scope.policy.of_model, values.of(frame.operands)
+    starts = values.of(sub.operands[sub.consts : end])
+    of_model, inputs = values.scope.policy.of_model, values.of(sub.operands)
     are_weights = [not of_model or value.is_half_param for value in inputs]
-    in_half = half_carries(frame, are_weights)
+    in_half = half_carries(sub, are_weights)
     # Half holds a start of zeros exactly.
-    in_half = {i for i in in_half if not (starts[i].asks or starts[i].changes)}
+    in_half = {i for i in in_half if not (starts[i].out_of_range or starts[i].changes)}
     if not in_half:
         return set()
-    body = _program(rewriter, eqn, frame.program, given, frame)
+    body = _rewritten(rewriter, eqn, sub.jaxpr, given, sub)
     return {i for i in in_half if body.results[i].vote == values.half}
 
 
-def _while(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
+def _while(rewriter: Rewriter, eqn: jc.JaxprEqn, subs: list[Subjaxpr]) -> None:
     """Rewrites a while loop. JAX does not sum gradients over its iterations."""
-    (cond, body), values = frames, rewriter.values
+    (cond, body), values = subs, rewriter.values
     consts = cond.consts + body.consts
-    places = range(consts, len(eqn.invars))
-    given = values.closed(eqn.invars, places)
+    carries = range(consts, len(eqn.invars))
+    given = values.closed(eqn.invars, carries)
     for i, value in enumerate(values.of(eqn.invars[:consts])):
         given[i] = given[i]._replace(vote=value.vote, dtype=value.dtype)
-    for i in places:
+    for i in carries:
         given[i] = given[i]._replace(carried=given[i].vote == FLOAT32)
     of_test = given[: cond.consts] + given[consts:]
-    test = _program(rewriter, eqn, cond.program, of_test)
-    trip = _program(rewriter, eqn, body.program, given[cond.consts :], body)
-    written = [test.written([jnp.dtype(bool)]), trip.written(recorded(eqn.outvars))]
+    test = _rewritten(rewriter, eqn, cond.jaxpr, of_test)
+    trip = _rewritten(rewriter, eqn, body.jaxpr, given[cond.consts :], body)
+    written = [test.returning([jnp.dtype(bool)]), trip.returning(recorded(eqn.outvars))]
     results = values.recorded(eqn)
     ins = [value.dtype for value in given]
-    rewriter.emit(eqn, ins, results, with_programs(eqn, written))
+    rewriter.emit(eqn, ins, results, with_jaxprs(eqn, written))
 
 
-def _closed(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
-    """Rewrites a program whose inputs and outputs keep the user's dtypes."""
+def _closed(rewriter: Rewriter, eqn: jc.JaxprEqn, subs: list[Subjaxpr]) -> None:
+    """Rewrites a jaxpr whose inputs and outputs keep the user's dtypes."""
     given = rewriter.values.closed(eqn.invars)
     uses = rewriter.uses_of(eqn.outvars)
-    program = _program(rewriter, eqn, frames[0].program, given, uses=uses)
-    written = program.written(recorded(eqn.outvars))
-    rewriter.emit_recorded(eqn, with_programs(eqn, [written]))
+    inside = _rewritten(rewriter, eqn, subs[0].jaxpr, given, uses=uses)
+    written = inside.returning(recorded(eqn.outvars))
+    rewriter.emit_recorded(eqn, with_jaxprs(eqn, [written]))
 
 
 def _outgoing(rewriter: Rewriter, atoms: Sequence[Atom]) -> list[Value]:
-    """Returns values in the dtypes in which they enter another program."""
+    """Returns values in the dtypes in which they enter another jaxpr."""
     values = rewriter.values.of(atoms)
     return in_dtypes(values, [value.outgoing for value in values])
 
 
-def _program(
+def _rewritten(
     rewriter: Rewriter,
     eqn: jc.JaxprEqn,
     jaxpr: jc.Jaxpr,
     given: Sequence[Value],
-    frame: Frame | None = None,
+    sub: Subjaxpr | None = None,
     uses: Sequence[Any] = (),
     numbers: dict[Any, int] | None = None,
 ) -> Rewriter:
-    """Reads and rewrites a program that an equation holds.
+    """Reads and rewrites a jaxpr that an equation holds.
 
-    With a `frame`, fp8 finds the `uses` itself. Roots outside of the program get
+    With a `sub`, fp8 finds the `uses` itself. Roots outside of the jaxpr get
     `numbers`, so that two calls can share it.
     """
     numbers = {} if numbers is None else numbers
     given = [x._replace(origin=x.origin.numbered(numbers)) for x in given]
-    if frame and rewriter.fp8:
-        uses = rewriter.fp8.uses_of_results(frame)
-    scope = rewriter.values.scope_of_programs(eqn)
-    return program(jaxpr, given, scope, rewriter.rules, uses)
+    if sub and rewriter.fp8:
+        uses = rewriter.fp8.uses_of_results(sub)
+    scope = rewriter.values.scope_inside(eqn)
+    return rewritten(jaxpr, given, scope, rewriter.rules, uses)
 
 
 def _called(
-    rewriter: Rewriter, eqn: jc.JaxprEqn, frame: Frame, given: Sequence[Value]
+    rewriter: Rewriter, eqn: jc.JaxprEqn, sub: Subjaxpr, given: Sequence[Value]
 ) -> tuple[Rewriter, list[Value]]:
-    """Rewrites an open program. Returns it, and its results as values of the caller."""
+    """Rewrites an open jaxpr. Returns it, and its results as values of the caller."""
     numbers: dict[Any, int] = {}
-    found = _program(rewriter, eqn, frame.program, given, frame, numbers=numbers)
+    found = _rewritten(rewriter, eqn, sub.jaxpr, given, sub, numbers=numbers)
     known = {i: root for root, i in numbers.items()}
-    pairs = zip(found.results, frame.results, strict=True)
+    pairs = zip(found.results, sub.results, strict=True)
     return found, [
         value._replace(origin=value.origin.returned(known, v)) for value, v in pairs
     ]
 
 
-def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
+def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn, subs: list[Subjaxpr]) -> None:
     """Rewrites a function and its custom JVP rule."""
     operands = _outgoing(rewriter, eqn.invars)
-    found, values = _called(rewriter, eqn, frames[0], operands)
-    inner = found.written()
+    found, values = _called(rewriter, eqn, subs[0], operands)
+    inner = found.returning()
     results = in_dtypes(values, recorded(inner.outvars))
     is_object = hi_primitive(eqn) is not None
     consts = 0 if is_object else derivatives.custom_consts(eqn)
@@ -221,7 +223,7 @@ def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> No
         ]
         pairs = zip(_with_tangents(results, zeros), jaxpr.outvars, strict=True)
         outs = [x.dtype if is_float(v) else dtype_of(v) for x, v in pairs]
-        return _program(rewriter, eqn, jaxpr, given).written(outs)
+        return _rewritten(rewriter, eqn, jaxpr, given).returning(outs)
 
     make = derivatives.custom_jvp if is_object else derivatives.with_custom_jvp
     make = functools.partial(make, eqn, inner, write, _tracing(rewriter, eqn))
@@ -241,13 +243,13 @@ def _shared(
 ) -> Any:
     """Makes a function or parameters for an equation, as for an equal equation before.
 
-    JAX then differentiates both once. They have the same program and rules, as calls of
+    JAX then differentiates both once. They have the same jaxpr and rules, as calls of
     one jitted function do, and autocast knows the same of their operands.
     """
     key = "function", found, *map(Itself, eqn.params.values())
-    if key not in rewriter.scope.written:
-        rewriter.scope.written[key] = make()
-    return rewriter.scope.written[key]
+    if key not in rewriter.scope.cache:
+        rewriter.scope.cache[key] = make()
+    return rewriter.scope.cache[key]
 
 
 def _with_tangents[T](of_primals: Sequence[T], zeros: Sequence[bool]) -> list[T]:
@@ -256,17 +258,17 @@ def _with_tangents[T](of_primals: Sequence[T], zeros: Sequence[bool]) -> list[T]
     return [*of_primals, *there]
 
 
-def _custom_vjp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
+def _custom_vjp(rewriter: Rewriter, eqn: jc.JaxprEqn, subs: list[Subjaxpr]) -> None:
     """Rewrites a function and its custom VJP rules, which keep the user's dtypes.
 
     The user's `bwd` takes the residuals of the user's `fwd` and returns gradients in
     the dtypes of the operands. So both rules keep the dtypes at their borders.
     """
-    (frame,), write = frames, functools.partial(_kept, rewriter, eqn)
-    given = rewriter.values.closed(frame.operands)
-    found = _program(rewriter, eqn, frame.program, given)
-    inner = found.written(recorded(frame.program.outvars))
-    # The rules may close over values of an outer program. These become operands without
+    (sub,), write = subs, functools.partial(_kept, rewriter, eqn)
+    given = rewriter.values.closed(sub.operands)
+    found = _rewritten(rewriter, eqn, sub.jaxpr, given)
+    inner = found.returning(recorded(sub.jaxpr.outvars))
+    # The rules may close over values of an outer jaxpr. These become operands without
     # a derivative, like the values that the function itself closes over.
     free = [v for v in closed_over(eqn) if v in rewriter.versions]
     tracing = _tracing(rewriter, eqn)
@@ -284,8 +286,8 @@ def _kept(
     jaxpr: jc.Jaxpr,
     given: Sequence[Value] = (),
 ) -> jc.Jaxpr:
-    """Rewrites a program of an equation that keeps the user's dtypes at its borders."""
-    return _program(rewriter, eqn, jaxpr, given).written(recorded(jaxpr.outvars))
+    """Rewrites a jaxpr of an equation that keeps the user's dtypes at its borders."""
+    return _rewritten(rewriter, eqn, jaxpr, given).returning(recorded(jaxpr.outvars))
 
 
 def _stopped(rewriter: Rewriter, var: jc.Var) -> jc.Var:
@@ -305,26 +307,26 @@ def _tracing(rewriter: Rewriter, eqn: jc.JaxprEqn) -> Any:
     return functools.partial(traced_for, policy.dtype, policy.lists, casts)
 
 
-def _linear_call(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
+def _linear_call(rewriter: Rewriter, eqn: jc.JaxprEqn, subs: list[Subjaxpr]) -> None:
     """Rewrites a linear function, and its transpose when JAX traces the transpose."""
     write = functools.partial(_kept, rewriter, eqn)
     tracing = _tracing(rewriter, eqn)
-    params = derivatives.with_linear_call(eqn, write(frames[0].program), write, tracing)
+    params = derivatives.with_linear_call(eqn, write(subs[0].jaxpr), write, tracing)
     rewriter.emit_recorded(eqn, params)
 
 
-def _object(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
-    """Rewrites the program of an unknown object, unless the user's lists decide."""
+def _object(rewriter: Rewriter, eqn: jc.JaxprEqn, subs: list[Subjaxpr]) -> None:
+    """Rewrites the jaxpr of an unknown object, unless the user's lists decide."""
     given = rewriter.values.of(eqn.invars)
     rule, _ = rewriter.values.ruling(eqn, primitive_name(eqn), given)
     if rule is not None:
         rewriter.emit_recorded(eqn)
     else:
-        _closed(rewriter, eqn, frames)
+        _closed(rewriter, eqn, subs)
 
 
 # `_open` lets values pass in any dtype. `_closed`, the default, keeps the user's.
-RULES = dict.fromkeys(HOLDERS, _closed) | {
+RULES = dict.fromkeys(HIGHER_ORDER, _closed) | {
     **dict.fromkeys((*OPEN_CALLS, "cond"), _open),
     "scan": _scan,
     "while": _while,

@@ -18,7 +18,7 @@ from jax.extend import core as jc
 from jamp._autocast.calls import Replacement
 from jamp._autocast.case import Case
 from jamp._autocast.primitives import Rule, is_plain
-from jamp._autocast.program import is_float32
+from jamp._autocast.scope import is_float32
 from jamp._autocast.sums import add_repeated, with_bias, with_lookup, with_weight
 from jamp._autocast.values import Values
 from jamp._core.dtypes import FLOAT32
@@ -30,7 +30,7 @@ class Decision(NamedTuple):
     dtype: Any  # the dtype in which it runs: float32, half or fp8
     why: str  # a short reason, see `Note.why`
     replacement: Replacement | None = None  # what computes it instead
-    apart: bool = False  # whether other equations may not read its casts
+    own_casts: bool = False  # whether other equations may not read its casts
 
 
 class Row(NamedTuple):
@@ -57,7 +57,7 @@ TABLE = (
         "The lists say so.",
     ),
     Row(
-        lambda case: case.asks or case.keeps_digits,
+        lambda case: case.out_of_range or case.keeps_digits,
         _FLOAT32,
         "literal",
         "Half cannot hold an operand, or would change a number that it compares or "
@@ -153,8 +153,8 @@ def decide(case: Case) -> Decision:
     # A norm and its statistics read two casts of the same value. Then their cotangents
     # meet in half, and XLA moves 2 to 5 % fewer bytes.
     is_norm = case.is_half and case.has_smaller_float32 and case.origins[0].normalized
-    apart = is_norm and not case.values.widest
-    return Decision(FLOAT32, row.why, _with_rounded_sum(case), apart)
+    own_casts = is_norm and not case.values.widest
+    return Decision(FLOAT32, row.why, _with_rounded_sum(case), own_casts)
 
 
 def _with_float32_sum(case: Case) -> Replacement | None:
@@ -208,5 +208,5 @@ def shared_weight(values: Values, eqn: jc.JaxprEqn) -> jc.Var | None:
     """
     if not is_plain(eqn) or not values.scope.loop:
         return None
-    shared = [v for v in eqn.invars if is_float32(v) and values[v].invariant]
+    shared = [v for v in eqn.invars if is_float32(v) and values[v].is_loop_invariant]
     return shared[0] if len(shared) == 1 and isinstance(shared[0], jc.Var) else None

@@ -5,7 +5,7 @@
 
 The equation of a function with custom derivatives holds the user's rules as Python
 functions. JAX traces them when it differentiates. The rules of the new function trace
-the user's rules, rewrite the traced programs and run them. JAX still chooses which
+the user's rules, rewrite the traced jaxprs and run them. JAX still chooses which
 derivatives to take. The tests check each fact about JAX that this file needs.
 """
 
@@ -24,9 +24,9 @@ from jax.extend import core as jc, linear_util
 from jax.interpreters import ad
 
 from jamp._autocast.closures import variable_of
-from jamp._autocast.frames import frames_of, once_per_program, with_programs
 from jamp._autocast.hijax import hi_primitive
 from jamp._autocast.jax_internals import function_of
+from jamp._autocast.subjaxprs import once_per_jaxpr, subjaxprs_of, with_jaxprs
 from jamp._autocast.traced import traced
 
 type Trace = Callable[[], AbstractContextManager[None]]
@@ -49,11 +49,11 @@ _CLOSED_OVER = (
 )
 
 
-@once_per_program
-def has_rules(program: jc.Jaxpr) -> bool:
-    """Returns whether a program calls a function with a custom derivative."""
-    frames = [frame for eqn in program.eqns for frame in frames_of(eqn)]
-    return any(f.has_derivative or has_rules(f.program) for f in frames)
+@once_per_jaxpr
+def has_rules(jaxpr: jc.Jaxpr) -> bool:
+    """Returns whether a jaxpr calls a function with a custom derivative."""
+    subs = [sub for eqn in jaxpr.eqns for sub in subjaxprs_of(eqn)]
+    return any(f.has_derivative or has_rules(f.jaxpr) for f in subs)
 
 
 def custom_consts(eqn: jc.JaxprEqn) -> int:
@@ -65,12 +65,12 @@ def custom_consts(eqn: jc.JaxprEqn) -> int:
 
 
 def custom_jvp(
-    eqn: jc.JaxprEqn, program: jc.Jaxpr, write: Callable[..., jc.Jaxpr], tracing: Trace
+    eqn: jc.JaxprEqn, primal: jc.Jaxpr, write: Callable[..., jc.Jaxpr], tracing: Trace
 ) -> Callable[..., Any]:
-    """Returns a function with a rewritten program and JVP rule, to replace an object.
+    """Returns a function with a rewritten jaxpr and JVP rule, to replace an object.
 
     The traced rule takes and returns all primals, and the tangents that are not
-    symbolic zeros. `write(program, absent, zeros)` rewrites it. The two lists say which
+    symbolic zeros. `write(jaxpr, absent, zeros)` rewrites it. The two lists say which
     arguments and which results have a symbolic zero tangent. `tracing` is the context
     of the trace.
     """
@@ -102,13 +102,13 @@ def custom_jvp(
             for out, t in zip(outs, results, strict=True)
         ]
 
-    function = jax.custom_jvp(_called_as(program, jc.jaxpr_as_fun(program)))
+    function = jax.custom_jvp(_called_as(primal, jc.jaxpr_as_fun(primal)))
     function.defjvp(derivative, symbolic_zeros=prim.params["symbolic_zeros"])
     return function
 
 
 def with_custom_jvp(
-    eqn: jc.JaxprEqn, program: jc.Jaxpr, write: Callable[..., jc.Jaxpr], tracing: Trace
+    eqn: jc.JaxprEqn, primal: jc.Jaxpr, write: Callable[..., jc.Jaxpr], tracing: Trace
 ) -> dict[str, Any]:
     """Returns the parameters of a `custom_jvp_call`, as for `custom_jvp`.
 
@@ -124,7 +124,7 @@ def with_custom_jvp(
         return jaxpr, jaxpr.consts, zeros
 
     new = linear_util.wrap_init(written, debug_info=rule.debug_info)
-    return {**with_programs(eqn, [program]), "jvp_jaxpr_fun": new}
+    return {**with_jaxprs(eqn, [primal]), "jvp_jaxpr_fun": new}
 
 
 class _Rules(NamedTuple):
@@ -138,9 +138,9 @@ class _Rules(NamedTuple):
 
 
 def custom_vjp(
-    eqn: jc.JaxprEqn, program: jc.Jaxpr, run: Callable[..., Any], free: int
+    eqn: jc.JaxprEqn, jaxpr: jc.Jaxpr, run: Callable[..., Any], free: int
 ) -> Callable[..., Any]:
-    """Returns a function with rewritten programs, to replace `eqn`.
+    """Returns a function with rewritten jaxprs, to replace `eqn`.
 
     Its last `free` operands are values of variables that the user's rules close over.
     They become residuals. `run(rule, values, *args)` rewrites a rule, and calls it.
@@ -171,8 +171,8 @@ def custom_vjp(
     def function(*operands: Any) -> Any:
         consts, args = operands[: rules.consts], operands[rules.consts :]
         # JAX refuses to differentiate a closed-over value.
-        call = lambda *args: jc.jaxpr_as_fun(program)(*consts, *args[:end])  # noqa: E731
-        own = jax.custom_vjp(_called_as(program, call))
+        call = lambda *args: jc.jaxpr_as_fun(jaxpr)(*consts, *args[:end])  # noqa: E731
+        own = jax.custom_vjp(_called_as(jaxpr, call))
         own.defvjp_with_logs(
             forward, functools.partial(backward, rules.backward), **options
         )
@@ -229,7 +229,7 @@ def _rules_of_object(prim: Any) -> _Rules:
         return prim.out_tree.flatten_up_to(results), residuals
 
     def forward(perturbed: Sequence[bool], args: Sequence[Any]) -> Any:
-        # A literal of the program arrives as a Python number.
+        # A literal of the jaxpr arrives as a Python number.
         args = [x if hasattr(x, "shape") else jnp.asarray(x) for x in args]
         return flat(*prim.vjp_fwd(flags(perturbed), *operands(args)))
 
@@ -256,10 +256,10 @@ def _rules_of_object(prim: Any) -> _Rules:
     return _Rules(consts, forward, backward, options, remat)
 
 
-def _called_as(program: jc.Jaxpr, fn: Callable[..., Any]) -> Callable[..., Any]:
+def _called_as(jaxpr: jc.Jaxpr, fn: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function with the name of the user's, which JAX prints."""
     named = lambda *args: fn(*args)  # noqa: E731
-    named.__name__ = function_of(program)[0]
+    named.__name__ = function_of(jaxpr)[0]
     return named
 
 
@@ -278,7 +278,7 @@ def _outer(dots: Sequence[Any]) -> list[Any]:
 
 def with_linear_call(
     eqn: jc.JaxprEqn,
-    program: jc.Jaxpr,
+    callee: jc.Jaxpr,
     write: Callable[[jc.Jaxpr], jc.Jaxpr],
     tracing: Trace,
 ) -> dict[str, Any]:
@@ -290,7 +290,7 @@ def with_linear_call(
             jaxpr, consts = thunk()
         return write(jaxpr), consts
 
-    return {**with_programs(eqn, [program]), "transpose_thunk": transpose}
+    return {**with_jaxprs(eqn, [callee]), "transpose_thunk": transpose}
 
 
 @advising()
@@ -314,9 +314,9 @@ def run_rule(
 
 
 def _with_inputs(jaxpr: jc.Jaxpr, variables: Sequence[jc.Var]) -> jc.Jaxpr:
-    """Returns a program with variables of another program as its first inputs.
+    """Returns a jaxpr with variables of another jaxpr as its first inputs.
 
-    A constant of the program that is the tracer of such a variable becomes that input.
+    A constant of the jaxpr that is the tracer of such a variable becomes that input.
     """
     new = {v: jc.Var(v.aval) for v in variables}
     kept: dict[jc.Var, Any] = {}

@@ -1,4 +1,4 @@
-"""Replaces each region of a program with one checkpoint.
+"""Replaces each region of a jaxpr with one checkpoint.
 
     0: x:f32 = convert y    read by 1 and 2
     1: t:f32 = mul x x      needs 0
@@ -16,17 +16,17 @@ from typing import Any, NamedTuple
 
 from jax.extend import core as jc
 
+from jamp._autocast.barriers import is_kept, is_reduction, with_barriers, with_kept_sums
 from jamp._autocast.calls import checkpointed
-from jamp._autocast.frames import (
+from jamp._autocast.primitives import Shape, primitive_name, traits_of
+from jamp._autocast.scope import Atom, dtype_of, is_float, size_of
+from jamp._autocast.subjaxprs import (
     Kind,
-    frames_of,
-    once_per_program,
-    program_of,
+    jaxpr_of,
+    once_per_jaxpr,
+    subjaxprs_of,
     with_equations,
 )
-from jamp._autocast.pins import is_kept, is_reduction, with_kept_sums, with_pins
-from jamp._autocast.primitives import Shape, primitive_name, traits_of
-from jamp._autocast.program import Atom, dtype_of, is_float, size_of
 from jamp._autocast.sums import with_bias
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES
 
@@ -44,7 +44,7 @@ class Region(NamedTuple):
 
 
 class Graph:
-    """A program, with the places of the equations that make and read each value."""
+    """A jaxpr, with the places of the equations that make and read each value."""
 
     def __init__(self, jaxpr: jc.Jaxpr):
         self.jaxpr, self.eqns = jaxpr, jaxpr.eqns
@@ -104,7 +104,7 @@ class Graph:
     def with_checkpoints(
         self, regions: Sequence[tuple[Region, jc.JaxprEqn]]
     ) -> jc.Jaxpr:
-        """Returns the program with one equation in place of each region.
+        """Returns the jaxpr with one equation in place of each region.
 
         The equation is at the end of the region. An earlier equation that needs a
         result of the region moves after it.
@@ -138,37 +138,37 @@ def checkpoint(
     graph: Graph,
     region: Region,
     eqns: Sequence[jc.JaxprEqn],
-    pinned: Collection[jc.Var],
+    guarded: Collection[jc.Var],
     in_rows: bool,
-    programs: dict[Any, Any],
+    jaxprs: dict[Any, Any],
 ) -> tuple[Region, jc.JaxprEqn]:
     """Returns a region and its checkpoint, which contains `eqns` instead.
 
-    The backward pass recomputes what depends on the `pinned` variables, and the sums if
-    they are `in_rows`. Equal checkpoints share one of the `programs`.
+    The backward pass recomputes what depends on the `guarded` variables, and the sums
+    if they are `in_rows`. Equal checkpoints share one of the `jaxprs`.
     """
-    inside = with_pins(with_kept_sums(eqns, in_rows, programs), pinned)
+    inside = with_barriers(with_kept_sums(eqns, in_rows, jaxprs), guarded)
     outvars = graph.results_of(region)
-    new = checkpointed(inside, inputs_of(eqns), outvars, is_kept, programs, graph.jaxpr)
+    new = checkpointed(inside, inputs_of(eqns), outvars, is_kept, jaxprs, graph.jaxpr)
     return region, new
 
 
-def with_bias_sums(graph: Graph, region: Region, programs: dict[Any, Any]) -> Region:
+def with_bias_sums(graph: Graph, region: Region, jaxprs: dict[Any, Any]) -> Region:
     """Returns a region with the sums of a matmul and a bias that only it reads."""
     inside = region.members - region.shared
     read = inputs_of([graph.eqns[i] for i in sorted(region.members)])
     alone = [v for v in read if graph.readers_of([v]) <= inside]
     sums = {graph.makers[v] for v in alone if v in graph.makers}
-    sums = {i for i in sums if is_bias_sum(graph.eqns[i], programs)}
+    sums = {i for i in sums if is_bias_sum(graph.eqns[i], jaxprs)}
     return Region(region.members | sums, region.shared)
 
 
-def is_bias_sum(eqn: jc.JaxprEqn, programs: dict[Any, Any]) -> bool:
+def is_bias_sum(eqn: jc.JaxprEqn, jaxprs: dict[Any, Any]) -> bool:
     """Returns whether an equation adds a bias to a half matmul."""
-    if not frames_of(eqn):
+    if not subjaxprs_of(eqn):
         return False
-    calls = (new.eqns[0] for key, new in programs.items() if key[0] is with_bias)
-    return any(program_of(eqn) is program_of(call) for call in calls)
+    calls = (new.eqns[0] for key, new in jaxprs.items() if key[0] is with_bias)
+    return any(jaxpr_of(eqn) is jaxpr_of(call) for call in calls)
 
 
 def fuses_rows(eqns: Sequence[jc.JaxprEqn], size: int) -> bool:
@@ -193,17 +193,17 @@ def fuses_rows(eqns: Sequence[jc.JaxprEqn], size: int) -> bool:
 
 
 def may_be_inside(eqn: jc.JaxprEqn) -> bool:
-    """Returns whether the backward pass may recompute an equation and its programs."""
-    for frame in frames_of(eqn):
-        is_plain = frame.kind is Kind.CALL and frame.is_open and not frame.own_residuals
-        return is_plain and _all_may_be_inside(frame.program)
+    """Returns whether the backward pass may recompute an equation and its jaxprs."""
+    for sub in subjaxprs_of(eqn):
+        is_plain = sub.kind is Kind.CALL and sub.is_open and not sub.own_residuals
+        return is_plain and _all_may_be_inside(sub.jaxpr)
     traits = traits_of(primitive_name(eqn))
     return traits.shape in _INSIDE and not traits.slow and not rounds(eqn)
 
 
-@once_per_program
-def _all_may_be_inside(program: jc.Jaxpr) -> bool:
-    return all(map(may_be_inside, program.eqns))
+@once_per_jaxpr
+def _all_may_be_inside(jaxpr: jc.Jaxpr) -> bool:
+    return all(map(may_be_inside, jaxpr.eqns))
 
 
 def rounds(eqn: jc.JaxprEqn) -> bool:
@@ -216,15 +216,15 @@ def rounds(eqn: jc.JaxprEqn) -> bool:
 
 def is_costly(eqn: jc.JaxprEqn) -> bool:
     """Returns whether XLA keeps a result of an equation instead of recomputing it."""
-    if frames := frames_of(eqn):
-        return has_costly(frames[0].program)
+    if subs := subjaxprs_of(eqn):
+        return has_costly(subs[0].jaxpr)
     return traits_of(primitive_name(eqn)).costly
 
 
-@once_per_program
-def has_costly(program: jc.Jaxpr) -> bool:
-    """Returns whether a program contains a costly equation, see `is_costly`."""
-    return any(map(is_costly, program.eqns))
+@once_per_jaxpr
+def has_costly(jaxpr: jc.Jaxpr) -> bool:
+    """Returns whether a jaxpr contains a costly equation, see `is_costly`."""
+    return any(map(is_costly, jaxpr.eqns))
 
 
 def inputs_of(eqns: Sequence[jc.JaxprEqn]) -> list[jc.Var]:

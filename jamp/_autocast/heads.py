@@ -3,7 +3,7 @@
     x:f32 = convert z; e = exp x; s = reduce_sum e; l = gather x y
     s l = checkpoint[jaxpr={ z y. x = convert z; ...; l = label x y }] z y
 
-A *head* is the part of a rewritten program that reduces a large half array in float32
+A *head* is the part of a rewritten jaxpr that reduces a large half array in float32
 to small values, such as the loss of logits. Like an island, it saves only its half
 inputs and its sums and maxima. The cotangents of the logits meet inside the head in
 float32, and are rounded once. In half, the sum of a label's -1 and a softmax's 0.999
@@ -15,17 +15,18 @@ residuals. A barrier on a residual prevents this, and also ends a fusion. So a h
 a barrier where its passes over the logits are separate kernels in any case:
 
 - If the loss has no softmax, as a sigmoid's loss, one pass reduces the logits, and a
-  second one computes the cotangents. The head pins the logits, as an island does.
+  second one computes the cotangents. The head guards the logits by a barrier, as an
+  island does.
 - If the head picks a label's logit, the gather ends the fusion of a softmax. The head
-  pins its sums and maxima, which suffice to recompute the exponentials.
+  guards its sums and maxima, which suffice to recompute the exponentials.
 - XLA fuses the rows of any other softmax, from its maximum to the cotangents. With
   barriers, an entropy would move 1.9 times the bytes, and a KL divergence 1.3 times. If
   a GPU recomputed its sums, as in an island, an entropy of 8,192 words would move .85
   times the bytes, but one of 32,000 words, whose rows are too long, 1.15 times.
 
-A head that pins a residual also contains the bias of its logits, if only the head reads
-the sum: the matmul is what XLA stores. Beside a label, it adds the bias in float32. XLA
-then sums the bias's gradient in the kernel that writes the cotangents.
+A head that guards a residual also contains the bias of its logits, if only the head
+reads the sum: the matmul is what XLA stores. Beside a label, it adds the bias in
+float32. XLA then sums the bias's gradient in the kernel that writes the cotangents.
 """
 
 from collections.abc import Mapping
@@ -34,7 +35,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core as jc
 
-from jamp._autocast.frames import program_of, with_equations
+from jamp._autocast.barriers import is_reduction
 from jamp._autocast.graph import (
     Graph,
     Region,
@@ -47,20 +48,20 @@ from jamp._autocast.graph import (
     may_be_inside,
     variables_in,
 )
-from jamp._autocast.jax_internals import at_place, conversion
+from jamp._autocast.jax_internals import at_source, conversion
 from jamp._autocast.labels import labels_in
-from jamp._autocast.pins import is_reduction
 from jamp._autocast.primitives import Shape, primitive_name, traits_of
-from jamp._autocast.program import dtype_of, size_of
+from jamp._autocast.scope import dtype_of, size_of
+from jamp._autocast.subjaxprs import jaxpr_of, with_equations
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES
 
 type Labels = Mapping[jc.Var, jc.JaxprEqn]
 
 
-def checkpoint_heads(jaxpr: jc.Jaxpr, programs: dict[Any, Any], loop: bool) -> jc.Jaxpr:
-    """Writes each head of a rewritten program as one checkpointed equation.
+def checkpoint_heads(jaxpr: jc.Jaxpr, jaxprs: dict[Any, Any], loop: bool) -> jc.Jaxpr:
+    """Writes each head of a rewritten jaxpr as one checkpointed equation.
 
-    `checkpoint_islands` explains `programs` and `loop`.
+    `checkpoint_islands` explains `jaxprs` and `loop`.
     """
     sources = dict.fromkeys(v for eqn in jaxpr.eqns for v in _widened(eqn))
     graph = Graph(jaxpr)
@@ -73,23 +74,23 @@ def checkpoint_heads(jaxpr: jc.Jaxpr, programs: dict[Any, Any], loop: bool) -> j
             picks = any(v in labels for i in members for v in graph.eqns[i].outvars)
             inside = [graph.eqns[i] for i in sorted(members)]
             is_one_pass = not picks and not fuses_rows(inside, size)
-            place = _place_of_bias(graph, source, programs)
+            place = _place_of_bias(graph, source, jaxprs)
             if place is not None and (picks or is_one_pass):
                 graph = _with_float32_bias(graph, *place) if picks else graph
                 members = members | {place[0]}
             inside = (graph.eqns[i] for i in sorted(members))
             eqns = [labels.get(eqn.outvars[0], eqn) for eqn in inside]
-            pinned: list[jc.Var] = []
+            guarded: list[jc.Var] = []
             # In a loop, the backward pass is a separate loop.
             if picks and not loop:
                 # Without a barrier on the logits, their cotangents may reuse the
                 # logits' memory.
-                pinned = [v for e in eqns if is_reduction(e) for v in e.outvars]
+                guarded = [v for e in eqns if is_reduction(e) for v in e.outvars]
             elif is_one_pass and not loop:
                 large = variables_in(inputs_of(eqns), size)
-                pinned = large if all(_is_stored(v, graph) for v in large) else []
+                guarded = large if all(_is_stored(v, graph) for v in large) else []
             region = Region(members, _shared(graph, members))
-            head = checkpoint(graph, region, eqns, pinned, False, programs)
+            head = checkpoint(graph, region, eqns, guarded, False, jaxprs)
             graph = Graph(graph.with_checkpoints([head]))
             # The checkpoint returns these labels, but must stay a checkpoint.
             labels = {v: eqn for v, eqn in labels.items() if v not in head[1].outvars}
@@ -108,7 +109,7 @@ def _is_stored(value: jc.Var, graph: Graph) -> bool:
 
 
 def _place_of_bias(
-    graph: Graph, source: jc.Var, programs: dict[Any, Any]
+    graph: Graph, source: jc.Var, jaxprs: dict[Any, Any]
 ) -> tuple[int, int] | None:
     """Returns the places of a half sum with a bias and of the only cast that reads it.
 
@@ -118,19 +119,19 @@ def _place_of_bias(
     if maker is None or len(readers) != 1 or not all(map(graph.has_gradient, readers)):
         return None
     (cast,), eqn = readers, graph.eqns[maker]
-    is_call = is_bias_sum(eqn, programs)
+    is_call = is_bias_sum(eqn, jaxprs)
     is_cast = graph.eqns[cast].primitive.name == "convert_element_type"
     return (maker, cast) if is_call and is_cast else None
 
 
 def _with_float32_bias(graph: Graph, maker: int, cast: int) -> Graph:
-    """Returns the program with the bias added in float32."""
+    """Returns the jaxpr with the bias added in float32."""
     call, eqns = graph.eqns[maker], list(graph.eqns)
     (matmul,), bias = variables_in(call.invars[:1]), call.invars[1]
     eqns[maker] = begin = conversion(matmul, FLOAT32, call)
-    (*_, add) = program_of(call).eqns
+    (*_, add) = jaxpr_of(call).eqns
     operands, results = [begin.outvars[0], bias], graph.eqns[cast].outvars
-    eqns[cast] = at_place(add.replace(invars=operands, outvars=results), call)
+    eqns[cast] = at_source(add.replace(invars=operands, outvars=results), call)
     return Graph(with_equations(graph.jaxpr, eqns))
 
 

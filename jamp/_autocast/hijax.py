@@ -1,4 +1,4 @@
-"""Reads and rewrites JAX's hijax primitives: objects that hold their own programs.
+"""Reads and rewrites JAX's hijax primitives: objects that hold their own jaxprs.
 
     y = call_hi_primitive[_prim=RematTraced(jaxpr=f)] x
     y = call_hi_primitive[_prim=RematTraced(jaxpr=f')] x
@@ -48,7 +48,7 @@ def _expanded(same: Itself) -> jc.Jaxpr | None:
         return jax.tree.leaves(prim.expand(*prim.in_tree.unflatten(leaves)))
 
     try:
-        program = jax.make_jaxpr(expand)(*prim.in_avals_flat)
+        jaxpr = jax.make_jaxpr(expand)(*prim.in_avals_flat)
     except NotImplementedError:  # it has no `expand`
         return None
     except Exception as error:  # noqa: BLE001
@@ -59,29 +59,29 @@ def _expanded(same: Itself) -> jc.Jaxpr | None:
             AutocastWarning,
         )
         return None
-    same_types = [v.aval for v in program.outvars] == list(prim.out_avals_flat)
-    called = _called(program)
-    if called is None and program.effects:
+    same_types = [v.aval for v in jaxpr.outvars] == list(prim.out_avals_flat)
+    called = _called(jaxpr)
+    if called is None and jaxpr.effects:
         return None  # the object would need other effects
-    return (called or program) if same_types else None
+    return (called or jaxpr) if same_types else None
 
 
-def _called(program: jc.Jaxpr) -> jc.Jaxpr | None:
-    """Returns the program that a program only calls, or None."""
-    if [eqn.primitive.name for eqn in program.eqns] != ["eval_jaxpr"]:
+def _called(jaxpr: jc.Jaxpr) -> jc.Jaxpr | None:
+    """Returns the jaxpr that a jaxpr only calls, or None."""
+    if [eqn.primitive.name for eqn in jaxpr.eqns] != ["eval_jaxpr"]:
         return None
-    (call,) = program.eqns
-    same = call.invars == program.invars and call.outvars == program.outvars
+    (call,) = jaxpr.eqns
+    same = call.invars == jaxpr.invars and call.outvars == jaxpr.outvars
     return call.params["call_jaxpr"] if same else None
 
 
-def with_program(prim: Any, program: jc.Jaxpr) -> Any:
-    """Returns a copy of an object that expands to another program of the same types."""
+def with_jaxpr(prim: Any, jaxpr: jc.Jaxpr) -> Any:
+    """Returns a copy of an object that expands to another jaxpr of the same types."""
     new = copy.copy(prim)
     new.expand = lambda *args: prim.out_tree.unflatten(
-        jc.jaxpr_as_fun(program)(*jax.tree.leaves(args))
+        jc.jaxpr_as_fun(jaxpr)(*jax.tree.leaves(args))
     )
-    new.params = prim.params | {"jamp_program": program}  # JAX compares the params
+    new.params = prim.params | {"jamp_program": jaxpr}  # JAX compares the params
     return new
 
 

@@ -1,4 +1,4 @@
-"""Inlines calls that contain no matmul into the programs that call them.
+"""Inlines calls that contain no matmul into the jaxprs that call them.
 
     y = jit[name=silu jaxpr={ x. s = logistic x; y = mul x s }] x
     s = logistic x; y = mul x s
@@ -12,19 +12,19 @@ from typing import Any
 from jax.extend import core as jc
 
 from jamp._autocast import jax_internals
-from jamp._autocast.frames import frames_of, once_per_program, with_equations
 from jamp._autocast.primitives import is_matmul
-from jamp._autocast.program import Scope, is_float32, name_stack
+from jamp._autocast.scope import Scope, is_float32, name_stack
+from jamp._autocast.subjaxprs import once_per_jaxpr, subjaxprs_of, with_equations
 
-_MOST = 1000  # calls that share programs may stand for any number of equations
+_MOST = 1000  # calls that share jaxprs may stand for any number of equations
 
 
 def inlined(jaxpr: jc.Jaxpr, scope: Scope) -> jc.Jaxpr:
-    """Returns a program with the equations of these calls in place of the calls."""
+    """Returns a jaxpr with the equations of these calls in place of the calls."""
     key = "inlined", jaxpr, bool(scope.library), scope.may_hold
-    if key not in scope.written:
-        scope.written[key] = _inlined(jaxpr, scope)
-    return scope.written[key]
+    if key not in scope.cache:
+        scope.cache[key] = _inlined(jaxpr, scope)
+    return scope.cache[key]
 
 
 def _inlined(jaxpr: jc.Jaxpr, scope: Scope) -> jc.Jaxpr:
@@ -38,18 +38,18 @@ def _inlined(jaxpr: jc.Jaxpr, scope: Scope) -> jc.Jaxpr:
         if not _is_inlined(eqn, scope):
             eqns.append(eqn)
             continue
-        inside = scope.scope_of_programs(eqn)._replace(may_hold=scope.may_hold)
-        program = inlined(eqn.params["jaxpr"], inside)
-        consts.update(zip(program.constvars, program.consts, strict=True))
+        inside = scope.scope_inside(eqn)._replace(may_hold=scope.may_hold)
+        body = inlined(eqn.params["jaxpr"], inside)
+        consts.update(zip(body.constvars, body.consts, strict=True))
         mark = inside.names.removeprefix(name_stack(scope, eqn)).strip("/")
-        place = jax_internals.with_scope(eqn, mark) if mark else eqn
-        known: dict[Any, Any] = dict(zip(program.invars, eqn.invars, strict=True))
-        for inner in program.eqns:
+        source = jax_internals.with_scope(eqn, mark) if mark else eqn
+        known: dict[Any, Any] = dict(zip(body.invars, eqn.invars, strict=True))
+        for inner in body.eqns:
             outvars = [jc.Var(v.aval) for v in inner.outvars]
-            new = jax_internals.equation_inside(place, _reading(inner, known), outvars)
+            new = jax_internals.equation_inside(source, _reading(inner, known), outvars)
             known.update(zip(inner.outvars, outvars, strict=True))
             eqns.append(new)
-        outs = (_value(v, known) for v in program.outvars)
+        outs = (_value(v, known) for v in body.outvars)
         values.update(zip(eqn.outvars, outs, strict=True))
     return with_equations(
         jaxpr,
@@ -74,15 +74,15 @@ def _is_inlined(eqn: jc.JaxprEqn, scope: Scope) -> bool:
     return has_float32 and _equations_in(eqn.params["jaxpr"]) <= _MOST
 
 
-@once_per_program
-def _equations_in(program: jc.Jaxpr) -> float:
-    """Returns how many equations a program and its calls have, or inf with a matmul."""
-    return sum(map(_equations_of, program.eqns))
+@once_per_jaxpr
+def _equations_in(jaxpr: jc.Jaxpr) -> float:
+    """Returns how many equations a jaxpr and its calls have, or inf with a matmul."""
+    return sum(map(_equations_of, jaxpr.eqns))
 
 
 def _equations_of(eqn: jc.JaxprEqn) -> float:
-    if frames := frames_of(eqn):
-        return sum(_equations_in(frame.program) for frame in frames)
+    if subs := subjaxprs_of(eqn):
+        return sum(_equations_in(sub.jaxpr) for sub in subs)
     return math.inf if is_matmul(eqn) else 1
 
 

@@ -43,7 +43,7 @@ from jamp._autocast.graph import (
     with_bias_sums,
 )
 from jamp._autocast.primitives import Shape, primitive_name, traits_of
-from jamp._autocast.program import dtype_of, is_float, shape_of, size_of
+from jamp._autocast.scope import dtype_of, is_float, shape_of, size_of
 from jamp._autocast.softmax import with_softmax
 from jamp._autocast.sums import joined
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES
@@ -52,12 +52,10 @@ from jamp._core.dtypes import FLOAT32, HALF_DTYPES
 _FREE = (Shape.SAME, Shape.REPEAT)
 
 
-def checkpoint_islands(
-    jaxpr: jc.Jaxpr, programs: dict[Any, Any], loop: bool
-) -> jc.Jaxpr:
-    """Writes each island of a rewritten program as one checkpointed equation.
+def checkpoint_islands(jaxpr: jc.Jaxpr, jaxprs: dict[Any, Any], loop: bool) -> jc.Jaxpr:
+    """Writes each island of a rewritten jaxpr as one checkpointed equation.
 
-    Equal islands share one of the `programs`. In a `loop`, they need no pins: the
+    Equal islands share one of the `jaxprs`. In a `loop`, they need no barriers: the
     backward pass is a separate loop, so XLA cannot reuse float32 values of the forward
     pass.
     """
@@ -68,17 +66,17 @@ def checkpoint_islands(
         island = None if end in taken else _island(graph, end, loop)
         if island is not None:
             taken |= island.members
-            island = with_bias_sums(graph, island, programs)
+            island = with_bias_sums(graph, island, jaxprs)
             eqns = [jaxpr.eqns[i] for i in sorted(island.members)]
             (result,) = jaxpr.eqns[end].outvars
             large = filter(is_float, variables_in(inputs_of(eqns), size_of(result)))
             in_rows = fuses_rows(eqns, size_of(result))
             has_barrier = False
             if dtype_of(result) in HALF_DTYPES:
-                eqns, has_barrier = with_softmax(eqns, graph, programs)
-                eqns = _with_rounded(eqns, result, programs)
-            pinned = [] if loop or has_barrier else list(large)
-            new = checkpoint(graph, island, eqns, pinned, in_rows, programs)
+                eqns, has_barrier = with_softmax(eqns, graph, jaxprs)
+                eqns = _with_rounded(eqns, result, jaxprs)
+            guarded = [] if loop or has_barrier else list(large)
+            new = checkpoint(graph, island, eqns, guarded, in_rows, jaxprs)
             written.append(new)
     return graph.with_checkpoints(written)
 
@@ -94,7 +92,7 @@ def _island(
     value. It stops at the first large value that is read outside.
 
     A loop stores its carries and stacks in any case. So its islands may also end with
-    float32 results of the program, return them, and read its inputs.
+    float32 results of the jaxpr, return them, and read its inputs.
 
     The mask of a dropout depends on large float32 random numbers. Without `has_masks`,
     masks are inputs of the island.
@@ -139,7 +137,7 @@ def _island(
 
 
 def _is_carried(graph: Graph, place: int) -> bool:
-    """Returns whether an equation computes a float32 result of the program."""
+    """Returns whether an equation computes a float32 result of the jaxpr."""
     eqn, is_returned = (
         graph.eqns[place],
         lambda v: len(graph.eqns) in graph.readers_of([v]),
@@ -149,7 +147,7 @@ def _is_carried(graph: Graph, place: int) -> bool:
 
 
 def _with_rounded(
-    eqns: Sequence[jc.JaxprEqn], result: jc.Var, programs: dict[Any, Any]
+    eqns: Sequence[jc.JaxprEqn], result: jc.Var, jaxprs: dict[Any, Any]
 ) -> list[jc.JaxprEqn]:
     """Rounds the cotangents of the large values that an island joins with small inputs.
 
@@ -165,7 +163,7 @@ def _with_rounded(
         if read and small.issuperset(read):
             small.update(eqn.outvars)
             added = []
-        written += followed(eqn, rounding, added, programs) if added else [eqn]
+        written += followed(eqn, rounding, added, jaxprs) if added else [eqn]
     return written
 
 

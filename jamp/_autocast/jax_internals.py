@@ -20,7 +20,7 @@ from jax.extend import core as jc
 from jax.extend.core import primitives
 from jax.typing import DTypeLike
 
-from jamp._autocast.frames import program_of
+from jamp._autocast.subjaxprs import jaxpr_of
 
 # Lines in these folders are not the user's code.
 _LIBRARIES = tuple(
@@ -29,13 +29,13 @@ _LIBRARIES = tuple(
 )
 
 
-# ---- programs
+# ---- jaxprs
 
 
-def program_around(eqn: jc.JaxprEqn, program: jc.Jaxpr) -> jc.Jaxpr:
-    """Returns a program of one equation, whose inputs are the equation's operands."""
+def program_around(eqn: jc.JaxprEqn, jaxpr: jc.Jaxpr) -> jc.Jaxpr:
+    """Returns a jaxpr of one equation, whose inputs are the equation's operands."""
     invars = [jc.Var(v.aval) for v in eqn.invars]
-    return unnamed(program).replace(
+    return unnamed(jaxpr).replace(
         constvars=[],
         invars=invars,
         outvars=eqn.outvars,
@@ -44,9 +44,9 @@ def program_around(eqn: jc.JaxprEqn, program: jc.Jaxpr) -> jc.Jaxpr:
     )
 
 
-def unnamed(program: jc.Jaxpr) -> jc.Jaxpr:
-    """Returns a program without names for its inputs and results."""
-    return program.replace(debug_info=program.debug_info.with_unknown_names())
+def unnamed(jaxpr: jc.Jaxpr) -> jc.Jaxpr:
+    """Returns a jaxpr without names for its inputs and results."""
+    return jaxpr.replace(debug_info=jaxpr.debug_info.with_unknown_names())
 
 
 def conv_features(eqn: jc.JaxprEqn) -> int:
@@ -79,23 +79,23 @@ def calling_functions(eqn: jc.JaxprEqn) -> list[str]:
     """
     traceback = eqn.source_info.traceback
     codes = traceback.raw_frames()[0] if traceback is not None else ()
-    places = (_path(code.co_filename, code.co_name) for code in codes)
-    return list(itertools.takewhile(bool, places))
+    paths = (_path(code.co_filename, code.co_name) for code in codes)
+    return list(itertools.takewhile(bool, paths))
 
 
 def jitted_function(eqn: jc.JaxprEqn) -> str:
     """Returns the path of the JAX function that a `jit` calls; "" for others."""
-    name, place = function_of(program_of(eqn))
-    return _path(place.rpartition(":")[0], name)
+    name, line = function_of(jaxpr_of(eqn))
+    return _path(line.rpartition(":")[0], name)
 
 
-def function_of(program: jc.Jaxpr) -> tuple[str, str]:
-    """Returns the name and the line of the function that JAX traced to a program.
+def function_of(jaxpr: jc.Jaxpr) -> tuple[str, str]:
+    """Returns the name and the line of the function that JAX traced to a jaxpr.
 
-    The program stores both: "inv at .../linalg.py:12".
+    The jaxpr stores both: "inv at .../linalg.py:12".
     """
-    name, _, place = (program.debug_info.func_src_info or "").partition(" at ")
-    return name, place
+    name, _, line = (jaxpr.debug_info.func_src_info or "").partition(" at ")
+    return name, line
 
 
 @functools.cache
@@ -127,9 +127,9 @@ def is_weak_scalar(atom: jc.Var | jc.Literal) -> bool:
 
 
 def array_of_type(value: Any, aval: Any) -> Any:
-    """Converts a result of a program to an array with the type of an abstract value.
+    """Converts a result of a jaxpr to an array with the type of an abstract value.
 
-    Outside of `jit`, `jaxpr_as_fun` returns constants as the program stores them: as
+    Outside of `jit`, `jaxpr_as_fun` returns constants as the jaxpr stores them: as
     NumPy arrays, Python numbers, or a private type.
     """
     weak = getattr(aval, "weak_type", False)
@@ -142,7 +142,7 @@ def array_of_type(value: Any, aval: Any) -> Any:
 
 
 def name_stack(eqn: jc.JaxprEqn) -> str:
-    """Returns the name scopes of an equation within its own program."""
+    """Returns the name scopes of an equation within its own jaxpr."""
     return str(scopes(eqn))
 
 
@@ -159,7 +159,7 @@ def with_scope(eqn: jc.JaxprEqn, name: str) -> jc.JaxprEqn:
 def equation_before(
     eqn: jc.JaxprEqn, inner: jc.JaxprEqn, invars: Sequence[Any], outvar: jc.Var
 ) -> jc.JaxprEqn:
-    """Moves the equation `inner` from a program inside `eqn` to before `eqn`."""
+    """Moves the equation `inner` from a jaxpr inside `eqn` to before `eqn`."""
     inner = with_scopes(inner, scopes(eqn) + scopes(inner))
     return inner.replace(invars=list(invars), outvars=[outvar])
 
@@ -167,7 +167,7 @@ def equation_before(
 def equation_inside(
     call: jc.JaxprEqn, inner: jc.JaxprEqn, outvars: Sequence[jc.Var]
 ) -> jc.JaxprEqn:
-    """Moves the equation `inner` from the program of `call` to the place of `call`.
+    """Moves the equation `inner` from the jaxpr of `call` to the place of `call`.
 
     JAX records no user line inside its own functions, so `inner` gets the call's line.
     """
@@ -178,7 +178,7 @@ def equation_inside(
 
 
 def is_bare_jit(eqn: jc.JaxprEqn) -> bool:
-    """Returns whether a `jit` only calls its program.
+    """Returns whether a `jit` only calls its jaxpr.
 
     Other `jit`s set shardings, layouts or compiler options, donate operands, or have
     effects, which refer to operands by position.
@@ -232,39 +232,39 @@ def _reader_info(reader: jc.JaxprEqn | None) -> dict[str, Any]:
     return {"source_info": reader.source_info, "ctx": reader.ctx}
 
 
-def at_place(eqn: jc.JaxprEqn, place: jc.JaxprEqn) -> jc.JaxprEqn:
-    """Returns `eqn` with the source line, the name scopes and the mesh of `place`."""
-    return eqn.replace(**_reader_info(place))
+def at_source(eqn: jc.JaxprEqn, source: jc.JaxprEqn) -> jc.JaxprEqn:
+    """Returns `eqn` with the source line, the name scopes and the mesh of `source`."""
+    return eqn.replace(**_reader_info(source))
 
 
 def combining_in(params: dict[str, Any], dtype: DTypeLike) -> dict[str, Any]:
     """Returns the parameters of an equation that change with its float dtype.
 
     The parameter "update_jaxpr" of a scatter and "jaxpr" of a reduction hold the
-    program by which it combines two numbers, in the dtype of its operands.
+    jaxpr by which it combines two numbers, in the dtype of its operands.
     """
     names = [name for name in ("update_jaxpr", "jaxpr") if params.get(name) is not None]
     return {name: _in_dtype(params[name], np.dtype(dtype)) for name in names}
 
 
 @functools.lru_cache(maxsize=256)
-def _in_dtype(program: jc.Jaxpr, dtype: np.dtype) -> jc.Jaxpr:
-    """Returns a program of scalars that takes and returns floats in another dtype.
+def _in_dtype(jaxpr: jc.Jaxpr, dtype: np.dtype) -> jc.Jaxpr:
+    """Returns a jaxpr of scalars that takes and returns floats in another dtype.
 
     A single addition, as in `x.at[i].add(y)`, runs in this dtype. A function of the
     user, as in `x.at[i].apply(f)`, still computes in its own.
     """
-    combine = jc.jaxpr_as_fun(program)
-    is_single = len(program.eqns) == 1 and program.eqns[0].invars == program.invars
+    combine = jc.jaxpr_as_fun(jaxpr)
+    is_single = len(jaxpr.eqns) == 1 and jaxpr.eqns[0].invars == jaxpr.invars
 
     def new(own: Any) -> Any:
         return dtype if jnp.issubdtype(own, jnp.floating) else own
 
     def converted(*numbers):
-        owns = [v.aval.dtype for v in program.invars]  # type: ignore[attr-defined]
+        owns = [v.aval.dtype for v in jaxpr.invars]  # type: ignore[attr-defined]
         given = [x.astype(own) for x, own in zip(numbers, owns, strict=True)]
         return [x.astype(new(x.dtype)) for x in combine(*given)]
 
-    avals: list[Any] = [v.aval for v in program.invars]
+    avals: list[Any] = [v.aval for v in jaxpr.invars]
     scalars = [jax.ShapeDtypeStruct((), new(aval.dtype)) for aval in avals]
     return jax.make_jaxpr(combine if is_single else converted)(*scalars)

@@ -10,8 +10,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from jamp._autocast.frames import HOLDERS
 from jamp._autocast.primitives import ROWS, Row, Rule
+from jamp._autocast.subjaxprs import HIGHER_ORDER
 
 
 def _row(rule: Rule, names: str, reason: str, descends_from: str) -> Row:
@@ -105,7 +105,7 @@ class AutocastLists:
             ValueError: the primitive contains a program, such as `scan`, or `rule` is
                 not a rule.
         """
-        if name in HOLDERS:
+        if name in HIGHER_ORDER:
             raise ValueError(
                 f"with_primitive got {name!r}, which contains a program. Name a "
                 "primitive in it, or use `with_region` or `with_function`."

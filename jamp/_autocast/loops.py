@@ -17,9 +17,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core as jc
 
-from jamp._autocast.frames import Frame, frames_of, while_programs
 from jamp._autocast.primitives import MOVES, is_matmul, primitive_name, traits_of
-from jamp._autocast.program import Atom, dtype_of, is_float, shape_of
+from jamp._autocast.scope import Atom, dtype_of, is_float, shape_of
+from jamp._autocast.subjaxprs import Subjaxpr, subjaxprs_of, while_jaxprs
 from jamp._autocast.sums import LOOKUPS
 
 type Tags = frozenset[Any]
@@ -42,49 +42,49 @@ class On(enum.Enum):
 
 
 def flow(
-    program: jc.Jaxpr,
+    jaxpr: jc.Jaxpr,
     given: Sequence[Tags],
     rule: TagRule,
     done: dict[Any, list[Tags]] | None = None,
 ) -> list[Tags]:
-    """Returns the tags of a program's results, given the tags of its inputs.
+    """Returns the tags of a jaxpr's results, given the tags of its inputs.
 
     The `rule` maps an equation and the tags of its operands to the tags of its results.
     It reads an inner loop once, as if each carry depended on all operands of the loop.
-    `done` caches results, because several equations may call one program.
+    `done` caches results, because several equations may call one jaxpr.
     """
     done = {} if done is None else done
-    key = program, tuple(given)
+    key = jaxpr, tuple(given)
     if key not in done:
-        done[key] = _flow(program, given, rule, done)
+        done[key] = _flow(jaxpr, given, rule, done)
     return list(done[key])
 
 
 def _flow(
-    program: jc.Jaxpr,
+    jaxpr: jc.Jaxpr,
     given: Sequence[Tags],
     rule: TagRule,
     done: dict[Any, list[Tags]],
 ) -> list[Tags]:
-    known: dict[Atom, Tags] = dict(zip(program.invars, given, strict=True))
+    known: dict[Atom, Tags] = dict(zip(jaxpr.invars, given, strict=True))
 
     def tags_of(atom: Atom) -> Tags:
         return known.get(atom, frozenset()) if isinstance(atom, jc.Var) else frozenset()
 
-    for eqn in program.eqns:
-        frames = frames_of(eqn)
-        if not frames:
+    for eqn in jaxpr.eqns:
+        subs = subjaxprs_of(eqn)
+        if not subs:
             tags = rule(eqn, list(map(tags_of, eqn.invars)))
             known.update(dict.fromkeys(eqn.outvars, tags))
-        for frame in frames:
-            inside = list(map(tags_of, frame.operands))
-            begin, end = frame.consts, frame.consts + frame.carries
+        for sub in subs:
+            inside = list(map(tags_of, sub.operands))
+            begin, end = sub.consts, sub.consts + sub.carries
             inside[begin:end] = _with_all(inside[begin:end], inside)
-            outs = flow(frame.program, inside, rule, done)
-            outs[: frame.carries] = _with_all(outs[: frame.carries], outs)
-            for var, tags in zip(frame.results, outs, strict=False):
+            outs = flow(sub.jaxpr, inside, rule, done)
+            outs[: sub.carries] = _with_all(outs[: sub.carries], outs)
+            for var, tags in zip(sub.results, outs, strict=False):
                 known[var] = tags_of(var) | tags
-    return list(map(tags_of, program.outvars))
+    return list(map(tags_of, jaxpr.outvars))
 
 
 def _with_all(carries: Sequence[Tags], values: Sequence[Tags]) -> list[Tags]:
@@ -92,17 +92,15 @@ def _with_all(carries: Sequence[Tags], values: Sequence[Tags]) -> list[Tags]:
     return [tags.union(*values) for tags in carries]
 
 
-def half_carries(frame: Frame, are_weights: Sequence[bool]) -> set[int]:
+def half_carries(sub: Subjaxpr, are_weights: Sequence[bool]) -> set[int]:
     """Returns the carries of a loop over layers, and those that gates multiply.
 
     `are_weights` states whether each operand of the loop may be a weight, or the
     weights of all iterations.
     """
     given: list[Tags] = []
-    for i, (v, is_weight) in enumerate(
-        zip(frame.program.invars, are_weights, strict=True)
-    ):
-        is_const, is_carry = i < frame.consts, i < frame.consts + frame.carries
+    for i, (v, is_weight) in enumerate(zip(sub.jaxpr.invars, are_weights, strict=True)):
+        is_const, is_carry = i < sub.consts, i < sub.consts + sub.carries
         if not is_const and _is_counter(v):
             tags = (On.COUNTER,)
         elif is_carry and not is_const:
@@ -112,7 +110,7 @@ def half_carries(frame: Frame, are_weights: Sequence[bool]) -> set[int]:
         else:
             tags = ()
         given.append(frozenset(tags))
-    found = enumerate(flow(frame.program, given, _by_carries)[: frame.carries])
+    found = enumerate(flow(sub.jaxpr, given, _by_carries)[: sub.carries])
     return {i for i, tags in found if On.LAYER in tags or _is_gated(tags)}
 
 
@@ -145,7 +143,7 @@ def _by_carries(eqn: jc.JaxprEqn, given: list[Tags]) -> Tags:
 
 def waits_for_half(eqn: jc.JaxprEqn) -> bool:
     """Returns whether the condition of a while loop depends on a half matmul in it."""
-    test, body, first, second = while_programs(eqn)
+    test, body, first, second = while_jaxprs(eqn)
     carries: list[Tags] = [frozenset()] * (len(eqn.invars) - first - second)
     while True:
         found = flow(body, [frozenset()] * second + carries, _in_half)

@@ -18,7 +18,7 @@ from jax.extend import core as jc
 
 from jamp._autocast.jax_internals import conv_features
 from jamp._autocast.primitives import Rule, Shape, primitive_name, traits_of
-from jamp._autocast.program import Atom, is_float32, shape_of, size_of
+from jamp._autocast.scope import Atom, is_float32, shape_of, size_of
 
 
 class Matmul(NamedTuple):
@@ -31,8 +31,8 @@ class Matmul(NamedTuple):
 class Origin(NamedTuple):
     """The values from which a value is computed.
 
-    Arrays are in the order of the program. The order of a set would depend on their
-    addresses, and so would the numbers of `numbered` and the text of the program.
+    Arrays are in the order of the jaxpr. The order of a set would depend on their
+    addresses, and so would the numbers of `numbered` and the text of the jaxpr.
     """
 
     # The arrays from which it is computed elementwise, or the value itself.
@@ -46,7 +46,7 @@ class Origin(NamedTuple):
     normalized: bool = False  # whether its own statistic was applied to it
 
     def numbered(self, numbers: dict[Any, int]) -> "Origin":
-        """Replaces arrays with numbers, so that two programs can have equal origins."""
+        """Replaces arrays with numbers, so that two jaxprs can have equal origins."""
 
         def numbers_of(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
             return tuple([numbers.setdefault(x, len(numbers)) for x in arrays])

@@ -84,8 +84,8 @@ _product.def_impl(
 
 @_product.def_abstract_eval
 def _type_of(x: Any, y: Any, **options: Any) -> Any:
-    program = jax.make_jaxpr(functools.partial(_elsewhere, **options))(x, y)
-    return program.jaxpr.outvars[0].aval
+    jaxpr = jax.make_jaxpr(functools.partial(_elsewhere, **options))(x, y)
+    return jaxpr.jaxpr.outvars[0].aval
 
 
 def _transpose_first(

@@ -32,7 +32,7 @@ class Note(NamedTuple):
     operands: str = ""  # the dtypes of its operands in the user's program
 
     @property
-    def holds_program(self) -> bool:
+    def holds_jaxpr(self) -> bool:
         """Returns whether the equation contains programs with their own notes."""
         return self.why == "program"
 
@@ -49,7 +49,7 @@ def notes_in(names: str) -> list[Note]:
 
 def note_in(names: str) -> Note | None:
     """Returns the first note on an operation, not on an equation that contains it."""
-    return next((n for n in notes_in(names) if not n.holds_program), None)
+    return next((n for n in notes_in(names) if not n.holds_jaxpr), None)
 
 
 def without_notes(names: str) -> str:

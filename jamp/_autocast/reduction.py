@@ -1,4 +1,4 @@
-"""Rewrites a gradient program to sum half gradients in float32.
+"""Rewrites a gradient jaxpr to sum half gradients in float32.
 
     g:f16 = dot_general ct x           g':f32 = dot_general[float32] ct x
     h:f16 = add_any g (transpose f)    h':f32 = add_any g' (transpose f')
@@ -21,9 +21,9 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import PyTree
 
 from jamp._autocast import jax_internals
-from jamp._autocast.frames import CHECKPOINT, Frame, frames_of, with_programs
 from jamp._autocast.primitives import Shape, traits_of
-from jamp._autocast.program import Atom, dtype_of
+from jamp._autocast.scope import Atom, dtype_of
+from jamp._autocast.subjaxprs import CHECKPOINT, Subjaxpr, subjaxprs_of, with_jaxprs
 from jamp._autocast.sums import lower_barrier
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES
 
@@ -51,8 +51,8 @@ def summed_in_float32(fn: Callable[[PyTree], Any]) -> Callable[[PyTree], Any]:
             result["static"] = [None if isinstance(x, jax.Array) else x for x in outs]
             return [x for x in outs if isinstance(x, jax.Array)]
 
-        program = jax.make_jaxpr(flat)(*leaves)
-        written = _Widening().program(program, frozenset(range(result["grads"])))
+        jaxpr = jax.make_jaxpr(flat)(*leaves)
+        written = _Widening().jaxpr(jaxpr, frozenset(range(result["grads"])))
         outs = jc.jaxpr_as_fun(written)(*leaves)
         pairs = zip(outs, written.outvars, strict=True)
         arrays = iter([jax_internals.array_of_type(x, v.aval) for x, v in pairs])
@@ -63,22 +63,22 @@ def summed_in_float32(fn: Callable[[PyTree], Any]) -> Callable[[PyTree], Any]:
 
 
 class _Widening:
-    """Rewrites programs so that some of their results are float32.
+    """Rewrites jaxprs so that some of their results are float32.
 
-    It caches each rewrite, so that calls with the same program still share it.
+    It caches each rewrite, so that calls with the same jaxpr still share it.
     """
 
     def __init__(self):
         self.known: dict[Any, set[jc.Var]] = {}
-        self.programs: dict[Any, jc.Jaxpr] = {}
+        self.jaxprs: dict[Any, jc.Jaxpr] = {}
 
-    def asked(self, program: jc.Jaxpr, outs: frozenset[int]) -> set[jc.Var]:
+    def asked(self, jaxpr: jc.Jaxpr, outs: frozenset[int]) -> set[jc.Var]:
         """Returns the values that must be float32 if the results `outs` must be."""
-        key = program, outs
+        key = jaxpr, outs
         if key not in self.known:
-            asked = _vars(program.outvars[i] for i in outs)
-            made = {v: eqn for eqn in program.eqns for v in eqn.outvars}
-            for eqn in reversed(program.eqns):
+            asked = _vars(jaxpr.outvars[i] for i in outs)
+            made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+            for eqn in reversed(jaxpr.eqns):
                 if asked.intersection(eqn.outvars):
                     asked |= _vars(self._operands(eqn, asked, made))
             self.known[key] = asked
@@ -89,42 +89,42 @@ class _Widening:
     ) -> Iterable[Atom]:
         """Yields the operands that must be float32 if the asked results must be."""
         if eqn.primitive.name in _CALLS:
-            for frame in frames_of(eqn):
-                outs = self._outs(frame, asked)
-                inside = self.asked(frame.program, outs)
-                pairs = zip(frame.program.invars, frame.operands, strict=True)
+            for sub in subjaxprs_of(eqn):
+                outs = self._outs(sub, asked)
+                inside = self.asked(sub.jaxpr, outs)
+                pairs = zip(sub.jaxpr.invars, sub.operands, strict=True)
                 yield from (v for inner, v in pairs if inner in inside)
         elif eqn.primitive.name == "scatter-add":
             yield eqn.invars[0]
         elif _passes(eqn) or _sums_a_sum(eqn, made):
             yield from eqn.invars
 
-    def _outs(self, frame: Frame, asked: set[jc.Var]) -> frozenset[int]:
+    def _outs(self, sub: Subjaxpr, asked: set[jc.Var]) -> frozenset[int]:
         """Returns the indices of the asked results, including the carries of a loop."""
-        outs = frozenset(i for i, v in enumerate(frame.results) if v in asked)
-        if not frame.carries:
+        outs = frozenset(i for i, v in enumerate(sub.results) if v in asked)
+        if not sub.carries:
             return outs
-        inside = self.asked(frame.program, outs)
-        carries = frame.program.invars[frame.consts :][: frame.carries]
+        inside = self.asked(sub.jaxpr, outs)
+        carries = sub.jaxpr.invars[sub.consts :][: sub.carries]
         more = outs | {i for i, v in enumerate(carries) if v in inside}
         if more == outs:
             return outs
-        return self._outs(frame, asked | _vars(frame.results[i] for i in more))
+        return self._outs(sub, asked | _vars(sub.results[i] for i in more))
 
-    def program(
-        self, program: jc.Jaxpr, outs: frozenset[int], ins: Collection[int] = ()
+    def jaxpr(
+        self, jaxpr: jc.Jaxpr, outs: frozenset[int], ins: Collection[int] = ()
     ) -> jc.Jaxpr:
-        """Returns a program with the results `outs` and the inputs `ins` in float32."""
-        key = program, outs, frozenset(ins)
-        if key not in self.programs:
-            self.programs[key] = self._written(program, outs, ins)
-        return self.programs[key]
+        """Returns a jaxpr with the results `outs` and the inputs `ins` in float32."""
+        key = jaxpr, outs, frozenset(ins)
+        if key not in self.jaxprs:
+            self.jaxprs[key] = self._written(jaxpr, outs, ins)
+        return self.jaxprs[key]
 
     def _written(
-        self, program: jc.Jaxpr, outs: frozenset[int], ins: Collection[int]
+        self, jaxpr: jc.Jaxpr, outs: frozenset[int], ins: Collection[int]
     ) -> jc.Jaxpr:
-        asked, wide, eqns = self.asked(program, outs), {}, []
-        invars = list(program.invars)
+        asked, wide, eqns = self.asked(jaxpr, outs), {}, []
+        invars = list(jaxpr.invars)
         for i, v in enumerate(invars):
             if i in ins and _is_half(v):
                 wide[v] = invars[i] = _new(v)
@@ -138,13 +138,13 @@ class _Widening:
                 wide[atom] = eqns[-1].outvars[0]
             return wide.get(atom, atom)
 
-        for eqn in program.eqns:
+        for eqn in jaxpr.eqns:
             wanted = [v for v in eqn.outvars if v in asked]
             if not wanted or not self._write(eqn, asked, wide, read, eqns):
                 eqns.append(eqn)
-        outvars = [read(v) if i in outs else v for i, v in enumerate(program.outvars)]
-        program = jax_internals.unnamed(program)
-        return program.replace(invars=invars, outvars=outvars, eqns=eqns)
+        outvars = [read(v) if i in outs else v for i, v in enumerate(jaxpr.outvars)]
+        jaxpr = jax_internals.unnamed(jaxpr)
+        return jaxpr.replace(invars=invars, outvars=outvars, eqns=eqns)
 
     def _write(
         self,
@@ -193,19 +193,19 @@ class _Widening:
     def _called(
         self, eqn: jc.JaxprEqn, asked: set[jc.Var], read: Callable[[Atom], Any]
     ) -> tuple[dict[str, Any], list[Any]]:
-        """Returns the parameters and operands of an equation that calls programs."""
-        invars, frames = list(eqn.invars), frames_of(eqn)
-        pairs = [(f.program, self._outs(f, asked)) for f in frames]
+        """Returns the parameters and operands of an equation that calls jaxprs."""
+        invars, subs = list(eqn.invars), subjaxprs_of(eqn)
+        pairs = [(f.jaxpr, self._outs(f, asked)) for f in subs]
         # Branches have the same operands, and may ask for different ones.
         wide: set[int] = set()
-        for program, outs in pairs:
-            taken = self.asked(program, outs)
-            wide.update(i for i, v in enumerate(program.invars) if v in taken)
-        programs = [self.program(program, outs, wide) for program, outs in pairs]
-        first = len(invars) - len(frames[0].operands)
+        for jaxpr, outs in pairs:
+            taken = self.asked(jaxpr, outs)
+            wide.update(i for i, v in enumerate(jaxpr.invars) if v in taken)
+        jaxprs = [self.jaxpr(jaxpr, outs, wide) for jaxpr, outs in pairs]
+        first = len(invars) - len(subs[0].operands)
         for i in wide:
             invars[first + i] = read(eqn.invars[first + i])
-        return with_programs(eqn, programs), invars
+        return with_jaxprs(eqn, jaxprs), invars
 
 
 def _sums_a_sum(eqn: jc.JaxprEqn, made: dict[Any, jc.JaxprEqn]) -> bool:

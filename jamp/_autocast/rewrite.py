@@ -1,4 +1,4 @@
-"""Rewrites a program so that each operation runs in its precision.
+"""Rewrites a jaxpr so that each operation runs in its precision.
 
     y:f32 = dot_general x w      x':f16 = convert x; w':f16 = convert w
     e:f32 = exp y                y:f16 = dot_general x' w'
@@ -20,14 +20,13 @@ from jamp._autocast import jax_internals
 from jamp._autocast.borders import with_rounded_results
 from jamp._autocast.case import Case
 from jamp._autocast.decide import decide
-from jamp._autocast.frames import Frame, frames_of
 from jamp._autocast.heads import checkpoint_heads
 from jamp._autocast.hijax import with_dtypes
 from jamp._autocast.islands import checkpoint_islands
 from jamp._autocast.marks import Source, marked_source
 from jamp._autocast.origins import origin_of_unknown
 from jamp._autocast.primitives import NO_HALF_KERNEL, Rule, primitive_name
-from jamp._autocast.program import (
+from jamp._autocast.scope import (
     KEPT,
     NO_MODEL,
     Atom,
@@ -38,45 +37,46 @@ from jamp._autocast.program import (
     is_float32,
     name_stack,
 )
+from jamp._autocast.subjaxprs import Subjaxpr, subjaxprs_of
 from jamp._autocast.values import Value, Values
 from jamp._autocast.writer import Writer
 from jamp._core.dtypes import FLOAT32
 from jamp._core.warnings import AutocastWarning, PrecisionWarning, warn
 
-type ProgramRule = Callable[["Rewriter", jc.JaxprEqn, list[Frame]], None]
+type SubjaxprRule = Callable[["Rewriter", jc.JaxprEqn, list[Subjaxpr]], None]
 
 # These parameters of equations set the dtype of the result.
 _DTYPE_PARAMS = ("preferred_element_type", "new_dtype")
 
 
-def program(
+def rewritten(
     jaxpr: jc.Jaxpr,
     given: Sequence[Value],
     scope: Scope,
-    rules: Mapping[str, ProgramRule],
+    rules: Mapping[str, SubjaxprRule],
     out_uses: Sequence[Any] = (),
 ) -> "Rewriter":
-    """Reads a program once, and rewrites all of it except the casts of its results.
+    """Reads a jaxpr once, and rewrites all of it except the casts of its results.
 
     It takes its inputs in the dtypes of `given`, or by default in the user's dtypes.
-    `rules` write the equations that contain programs. `out_uses` are the uses of the
+    `rules` write the equations that contain jaxprs. `out_uses` are the uses of the
     results, for `Policy.fp8`.
     """
-    # All calls of a jitted function share one program, so that JAX differentiates it
-    # only once. Their rewritten programs must be shared too.
+    # All calls of a jitted function share one jaxpr, so that JAX differentiates it
+    # only once. Their rewritten jaxprs must be shared too.
     key = jaxpr, tuple(given), scope.key, tuple(out_uses)
-    if key not in scope.written:
+    if key not in scope.cache:
         rewriter = Rewriter(Values(jaxpr, given, scope), rules, out_uses)
         rewriter.write_equations()
-        scope.written[key] = rewriter
-    return scope.written[key]
+        scope.cache[key] = rewriter
+    return scope.cache[key]
 
 
 class Rewriter(Writer):
-    """Reads a program, decides on it and writes it, one equation at a time."""
+    """Reads a jaxpr, decides on it and writes it, one equation at a time."""
 
     def __init__(
-        self, values: Values, rules: Mapping[str, ProgramRule], out_uses: Sequence[Any]
+        self, values: Values, rules: Mapping[str, SubjaxprRule], out_uses: Sequence[Any]
     ):
         super().__init__(values)
         self.scope, self.rules = values.scope, rules
@@ -84,34 +84,34 @@ class Rewriter(Writer):
         self.fp8: Any = fp8.plan(values, out_uses) if fp8 else None
         # Maps values to their fp8 versions and the exponents of their scales.
         self.quantized: dict[Atom, list[jc.Var]] = {}
-        self._widened = set[Atom]()  # the values that the program casts to float64
-        # Maps the first result of an open call to the programs that the call holds.
+        self._widened = set[Atom]()  # the values that the jaxpr casts to float64
+        # Maps the first result of an open call to the jaxprs that the call holds.
         self.calls: dict[jc.Var, list[Rewriter]] = {}
         self.results: Sequence[Value] = ()  # known once all equations are written
-        self._written: dict[Any, jc.Jaxpr] = {}
+        self._returning: dict[Any, jc.Jaxpr] = {}
 
     def write_equations(self) -> None:
-        """Decides on all equations of the program, and writes them."""
-        for eqn in self.values.program.eqns:
+        """Decides on all equations of the jaxpr, and writes them."""
+        for eqn in self.values.jaxpr.eqns:
             self.equation(eqn)
-        self.results = self.values.of(self.values.program.outvars)
+        self.results = self.values.of(self.values.jaxpr.outvars)
 
-    def written(self, out_dtypes: Sequence[Any] | None = None) -> jc.Jaxpr:
-        """Returns the rewritten program.
+    def returning(self, out_dtypes: Sequence[Any] | None = None) -> jc.Jaxpr:
+        """Returns the rewritten jaxpr.
 
         Without `out_dtypes`, each result has the dtype that it votes for.
         """
         if out_dtypes is None:
             out_dtypes = [value.outgoing for value in self.results]
         key = tuple(out_dtypes)
-        if key not in self._written:
-            self._written[key] = self._with_results(out_dtypes)
-        return self._written[key]
+        if key not in self._returning:
+            self._returning[key] = self._with_results(out_dtypes)
+        return self._returning[key]
 
     def _with_results(self, dtypes: Sequence[Any]) -> jc.Jaxpr:
-        written = with_rounded_results(self.program(dtypes), self.calls)
+        written = with_rounded_results(self.finished(dtypes), self.calls)
         # These run last, because they find float32 regions by the casts around them.
-        options = self.scope.written, self.scope.loop
+        options = self.scope.cache, self.scope.loop
         written = checkpoint_islands(written, *options)
         return checkpoint_heads(written, *options)
 
@@ -122,8 +122,8 @@ class Rewriter(Writer):
     def equation(self, eqn: jc.JaxprEqn) -> None:
         """Decides on an equation, and writes it."""
         self.eqn, self.begin = eqn, len(self.eqns)
-        if frames := frames_of(eqn):
-            self.rules[frames[0].holder](self, eqn, frames)
+        if subs := subjaxprs_of(eqn):
+            self.rules[subs[0].primitive](self, eqn, subs)
             if self._noting:
                 self._note(eqn, "program")
             return
@@ -158,7 +158,7 @@ class Rewriter(Writer):
         if region and dtype == values.half and name in NO_HALF_KERNEL:
             raise TypeError(_NO_KERNEL.format(region=region, name=name, dtype=dtype))
         if replacement is None or not self.replace(eqn, replacement, results):
-            self._write(eqn, dtype, results, decision.apart)
+            self._write(eqn, dtype, results, decision.own_casts)
         if self._noting:
             why = "region" if region else decision.why
             self._note(eqn, why, rule, decision.dtype, region)
@@ -166,8 +166,8 @@ class Rewriter(Writer):
     def _warn(self, message: str, category: type[Warning]) -> None:
         """Warns once in a call of `autocast`, as often as Python's filters allow."""
         key = "warned", message
-        if key not in self.scope.written:
-            self.scope.written[key] = None
+        if key not in self.scope.cache:
+            self.scope.cache[key] = None
             warn(message, category)
 
     def _warn_of_float64(self, eqn: jc.JaxprEqn, rule: Rule | None) -> None:
@@ -191,9 +191,14 @@ class Rewriter(Writer):
             return False
         (operand,), (same,) = eqn.invars, eqn.outvars
         dtype = self.values.half if Source.HALF in source else FLOAT32
-        asks, origin = self.values[operand].asks, origin_of_unknown(same)
+        out_of_range, origin = (
+            self.values[operand].out_of_range,
+            origin_of_unknown(same),
+        )
         is_input = self.values[operand].is_input
-        self.values.known[same] = Value(dtype, dtype, asks, origin, source, is_input)
+        self.values.known[same] = Value(
+            dtype, dtype, out_of_range, origin, source, is_input
+        )
         version = self.read(operand, dtype)
         known: Any = {} if isinstance(operand, jc.Literal) else self.versions[operand]
         self.versions[same] = known | {dtype: version}
@@ -204,7 +209,7 @@ class Rewriter(Writer):
         eqn: jc.JaxprEqn,
         dtype: DTypeLike,
         results: Sequence[Value],
-        apart: bool = False,
+        own_casts: bool = False,
     ) -> None:
         """Writes an equation whose float32 values get another dtype."""
         params = eqn.params
@@ -217,7 +222,7 @@ class Rewriter(Writer):
         if "_prim" in params:
             outs = [value.dtype for value in results]
             changed["_prim"] = with_dtypes(params["_prim"], ins, outs)
-        self.emit(eqn, ins, results, params | changed if changed else params, apart)
+        self.emit(eqn, ins, results, params | changed if changed else params, own_casts)
 
 
 def _rounds_kept(values: Values, eqn: jc.JaxprEqn, operand: Value) -> bool:

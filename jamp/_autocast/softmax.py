@@ -25,17 +25,17 @@ from jax import Array
 from jax.extend import core as jc
 from jax.typing import DTypeLike
 
+from jamp._autocast.barriers import kept, kept_on_tpu
 from jamp._autocast.calls import call
 from jamp._autocast.graph import Graph, is_costly, variables_in
-from jamp._autocast.pins import kept, kept_on_tpu
 from jamp._autocast.primitives import primitive_name, traits_of
-from jamp._autocast.program import Atom, dtype_of, shape_of, size_of
+from jamp._autocast.scope import Atom, dtype_of, shape_of, size_of
 
 _REPEATS = ("broadcast_in_dim", "reshape", "expand_dims")
 
 
 def with_softmax(
-    eqns: Sequence[jc.JaxprEqn], graph: Graph, programs: dict[Any, Any]
+    eqns: Sequence[jc.JaxprEqn], graph: Graph, jaxprs: dict[Any, Any]
 ) -> tuple[list[jc.JaxprEqn], bool]:
     """Replaces the softmax that ends an island with one equation.
 
@@ -52,7 +52,7 @@ def with_softmax(
         if read_again != [exp, end]:
             return list(eqns), False
         function = _softmax(total.params["axes"], dtype_of(result))
-        if new := call(function, exp.invars, end.outvars, end, programs):
+        if new := call(function, exp.invars, end.outvars, end, jaxprs):
             gone = set(map(id, replaced))
             left = (new if e is end else [e] for e in eqns if id(e) not in gone)
             return [e for part in left for e in part], True

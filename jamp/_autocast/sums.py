@@ -48,15 +48,15 @@ from jax.interpreters import ad, batching, mlir
 from jax.typing import DTypeLike
 
 from jamp._autocast import jax_internals
-from jamp._autocast.frames import (
-    frames_of,
-    once_per_program,
-    scan_counts,
-    with_programs,
-)
 from jamp._autocast.primitives import Shape, traits_of
 from jamp._autocast.products import product_with
-from jamp._autocast.program import size_of_shape
+from jamp._autocast.scope import size_of_shape
+from jamp._autocast.subjaxprs import (
+    once_per_jaxpr,
+    scan_counts,
+    subjaxprs_of,
+    with_jaxprs,
+)
 from jamp._core.dtypes import FLOAT32
 
 
@@ -85,7 +85,7 @@ def apart(tangent: Array) -> Array:
     return _apart.bind(tangent)
 
 
-# This is a primitive because `jax.lax.platform_dependent` would trace two programs.
+# This is a primitive because `jax.lax.platform_dependent` would trace two jaxprs.
 _apart = Primitive("jamp_apart")
 _apart.def_impl(lambda x: x)
 _apart.def_abstract_eval(lambda x: x)
@@ -146,7 +146,7 @@ def with_weight(numbers: Any, first: bool, copies: int) -> Callable[..., Array]:
 
     `numbers` are the dimension numbers of the `dot_general`. `first` states whether
     the weight is its first operand. `copies` is the number of copies of the cotangent,
-    which differs among the matmuls of a program.
+    which differs among the matmuls of a jaxpr.
     """
 
     def dot(x: Array, weight: Array) -> Array:
@@ -250,16 +250,16 @@ _REARRANGE = (Shape.RESHAPE, Shape.REARRANGE)
 
 
 def moves_taken_out(jaxpr: jc.Jaxpr) -> jc.Jaxpr:
-    """Moves rearrangements of a scan's constants out of all scans of a program.
+    """Moves rearrangements of a scan's constants out of all scans of a jaxpr.
 
-    Returns the same program if nothing moves.
+    Returns the same jaxpr if nothing moves.
     """
     return _moved(jaxpr) or jaxpr
 
 
-@once_per_program
+@once_per_jaxpr
 def _moved(jaxpr: jc.Jaxpr) -> jc.Jaxpr | None:
-    """Returns None if nothing moves, because a cached program would stay alive."""
+    """Returns None if nothing moves, because a cached jaxpr would stay alive."""
     eqns: list[jc.JaxprEqn] = []
     for eqn in jaxpr.eqns:
         eqns += _taken_out_of(eqn)
@@ -268,10 +268,10 @@ def _moved(jaxpr: jc.Jaxpr) -> jc.Jaxpr | None:
 
 
 def _taken_out_of(eqn: jc.JaxprEqn) -> list[jc.JaxprEqn]:
-    frames = frames_of(eqn)
-    new = [moves_taken_out(frame.program) for frame in frames]
-    if any(a is not frame.program for a, frame in zip(new, frames, strict=True)):
-        eqn = eqn.replace(params=with_programs(eqn, new))
+    subs = subjaxprs_of(eqn)
+    new = [moves_taken_out(sub.jaxpr) for sub in subs]
+    if any(a is not sub.jaxpr for a, sub in zip(new, subs, strict=True)):
+        eqn = eqn.replace(params=with_jaxprs(eqn, new))
     # An effect refers to operands by position.
     split = eqn.primitive.name == "scan" and not new[0].effects
     return _split(eqn, new[0]) if split else [eqn]
@@ -307,4 +307,4 @@ def _split(scan: jc.JaxprEqn, body: jc.Jaxpr) -> list[jc.JaxprEqn]:
     if not taken:
         return [scan]
     body = jax_internals.unnamed(body).replace(invars=inner, eqns=left)
-    return [*taken, scan.replace(invars=outer, params=with_programs(scan, [body]))]
+    return [*taken, scan.replace(invars=outer, params=with_jaxprs(scan, [body]))]

@@ -1,7 +1,7 @@
 """Traces a function for some leaves of its arguments. All other leaves stay known.
 
-program, values, rebuild = traced(fn, (x, 2), is_array)
-rebuild(jaxpr_as_fun(program)(*values)) == fn(x, 2)
+jaxpr, values, rebuild = traced(fn, (x, 2), is_array)
+rebuild(jaxpr_as_fun(jaxpr)(*values)) == fn(x, 2)
 """
 
 from collections.abc import Callable, Sequence
@@ -14,16 +14,16 @@ from jax.extend import core as jc
 class Traced(NamedTuple):
     """A traced call of a function."""
 
-    program: jc.Jaxpr
-    values: list[Any]  # the leaves that the program takes
-    # Builds the result from the program's outputs. Known results stay as they are.
+    jaxpr: jc.Jaxpr
+    values: list[Any]  # the leaves that the jaxpr takes
+    # Builds the result from the jaxpr's outputs. Known results stay as they are.
     rebuild: Callable[[Sequence[Any]], Any]
 
 
 def traced(
     fn: Callable[..., Any], args: Sequence[Any], is_input: Callable[[Any], bool]
 ) -> Traced:
-    """Traces a call of a function. The program takes the leaves that are inputs."""
+    """Traces a call of a function. The jaxpr takes the leaves that are inputs."""
     leaves, tree = jax.tree.flatten(args)
     known = [None if is_input(x) else x for x in leaves]
     result: dict[str, Any] = {}

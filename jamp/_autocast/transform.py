@@ -1,4 +1,4 @@
-"""Implements `autocast`: traces a function, and rewrites and runs its program.
+"""Implements `autocast`: traces a function, and rewrites and runs its jaxpr.
 
 autocast(lambda x, w: x @ w)(x, w)
 { x:f32 w:f32. y:f32 = dot_general x w; in y }                  traced
@@ -23,9 +23,9 @@ from jamp._autocast.derivatives import advising, has_rules
 from jamp._autocast.lists import AutocastLists
 from jamp._autocast.marks import MARKERS, traced_for
 from jamp._autocast.primitives import Rule
-from jamp._autocast.program import Policy, Scope, recorded
-from jamp._autocast.rewrite import program
+from jamp._autocast.rewrite import rewritten
 from jamp._autocast.run import run
+from jamp._autocast.scope import Policy, Scope, recorded
 from jamp._autocast.sums import moves_taken_out
 from jamp._autocast.traced import Traced, traced
 from jamp._autocast.tracing import disabled, fp8_disabled, tracing
@@ -86,7 +86,7 @@ def autocast_in[**P, R](scope: Scope, fn: Callable[P, R]) -> Callable[P, R]:
         if disabled.value:
             return fn(*args, **kwargs)
         jaxpr, values, rebuild = _traced(fn, args, kwargs, scope)
-        # This mark makes an outer autocast leave the rewritten program unchanged.
+        # This mark makes an outer autocast leave the rewritten jaxpr unchanged.
         mark = jax.named_scope(MARKERS[Rule.RECORDED])
         nothing = contextlib.nullcontext()
         advice = advising() if has_rules(jaxpr) else nothing
@@ -110,7 +110,7 @@ def scope_of(
     of_model: bool = False,
     fp8: Any = None,
 ) -> Scope:
-    """Returns the scope of a whole program, from the arguments of `autocast`."""
+    """Returns the scope of a whole jaxpr, from the arguments of `autocast`."""
     try:
         half = np.dtype(dtype)
     except TypeError:
@@ -127,14 +127,14 @@ def scope_of(
     return Scope(Policy(half, lists, promote, of_model, fp8))
 
 
-def written_program(
+def rewritten_jaxpr(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], scope: Scope
 ) -> jc.Jaxpr:
-    """Returns the program that `autocast` would run for a call, without running it.
+    """Returns the jaxpr that `autocast` would run for a call, without running it.
 
     An argument may be a `jax.ShapeDtypeStruct` instead of an array.
     """
-    jaxpr = _traced(fn, args, kwargs, scope).program
+    jaxpr = _traced(fn, args, kwargs, scope).jaxpr
     return jaxpr if disabled.value else _rewritten(jaxpr, scope)
 
 
@@ -146,7 +146,7 @@ def _traced(
     call = lambda args, kwargs: fn(*args, **kwargs)  # noqa: E731
     with traced_for(scope.policy.dtype, scope.policy.lists):
         found = traced(call, given, lambda x: isinstance(x, _INPUTS))
-        return found._replace(program=moves_taken_out(found.program))
+        return found._replace(jaxpr=moves_taken_out(found.jaxpr))
 
 
 _INPUTS = jax.Array | jax.ShapeDtypeStruct
@@ -162,6 +162,6 @@ def _rewritten(jaxpr: jc.Jaxpr, scope: Scope) -> jc.Jaxpr:
     policy = scope.policy
     if fp8_disabled.value:
         policy = dataclasses.replace(policy, fp8=None)
-    scope = scope._replace(written={}, policy=policy)
+    scope = scope._replace(cache={}, policy=policy)
     given = list(map(input_of, jaxpr.invars))
-    return program(jaxpr, given, scope, RULES).written(recorded(jaxpr.outvars))
+    return rewritten(jaxpr, given, scope, RULES).returning(recorded(jaxpr.outvars))

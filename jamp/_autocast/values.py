@@ -1,4 +1,4 @@
-"""The facts that autocast knows about each value of a program.
+"""The facts that autocast knows about each value of a jaxpr.
 
     y = dot_general x w     y votes half
     z = mul y 2.0           z votes half: the literal has no vote
@@ -19,12 +19,11 @@ from jax.dtypes import float0
 from jax.extend import core as jc
 
 from jamp._autocast import jax_internals
-from jamp._autocast.frames import Kind, frames_of
 from jamp._autocast.inline import inlined
 from jamp._autocast.marks import Source
 from jamp._autocast.origins import Origin, origin_of_unknown
 from jamp._autocast.primitives import MOVES, PARTS, Rule, traits_of
-from jamp._autocast.program import (
+from jamp._autocast.scope import (
     KEPT,
     NO_MODEL,
     Atom,
@@ -37,6 +36,7 @@ from jamp._autocast.program import (
     region_rule,
     ruling,
 )
+from jamp._autocast.subjaxprs import Kind, subjaxprs_of
 from jamp._core.dtypes import FLOAT32
 
 _NO_SOURCE = Source(0)
@@ -53,14 +53,18 @@ class Value(NamedTuple):
     # is computed only from literals has no vote either, and takes the dtype of the
     # other operands.
     vote: Any = None
-    asks: bool = False  # whether it may hold a literal that half cannot represent
+    out_of_range: bool = (
+        False  # whether it may hold a literal that half cannot represent
+    )
     origin: Origin = Origin()  # the arrays that it is computed from
     # Whether it depends on half params, on kept params, or on other data.
     source: Source = Source.DATA
-    # Whether it is an input of the whole program, or a part, a rearrangement or a
+    # Whether it is an input of the whole jaxpr, or a part, a rearrangement or a
     # broadcast of inputs.
     is_input: bool = False
-    invariant: bool = False  # whether it is the same in all iterations of the loop
+    is_loop_invariant: bool = (
+        False  # whether it is the same in all iterations of the loop
+    )
     # Whether half may change a constant; None for a value that is not a constant.
     changes: bool | None = None
     # Whether it is computed elementwise from a float32 carry of a loop, or from a Ref.
@@ -78,7 +82,7 @@ class Value(NamedTuple):
 
     @property
     def outgoing(self) -> Any:
-        """The dtype in which it leaves its program, by its vote."""
+        """The dtype in which it leaves its jaxpr, by its vote."""
         return self.vote or self.dtype
 
 
@@ -98,12 +102,18 @@ def one_of(values: Sequence[Value]) -> Value:
         return values[0]
     votes = {value.vote for value in values} - {None}
     vote = FLOAT32 if len(votes) > 1 else next(iter(votes), None)
-    asks, carried = (
-        any(getattr(value, name) for value in values) for name in ("asks", "carried")
+    out_of_range, carried = (
+        any(getattr(value, name) for value in values)
+        for name in ("out_of_range", "carried")
     )
     source, changes = joint_source(values), joint_changes(values)
     return Value(
-        values[0].dtype, vote, asks, source=source, changes=changes, carried=carried
+        values[0].dtype,
+        vote,
+        out_of_range,
+        source=source,
+        changes=changes,
+        carried=carried,
     )
 
 
@@ -129,26 +139,26 @@ def input_of(atom: Atom) -> Value:
 
 
 class Values:
-    """The values of one program, up to the equation that autocast reads.
+    """The values of one jaxpr, up to the equation that autocast reads.
 
-    `given` holds the program's inputs. It is empty if nothing is known about these,
+    `given` holds the jaxpr's inputs. It is empty if nothing is known about these,
     such as the inputs of a user's derivative rule.
     """
 
-    def __init__(self, program: jc.Jaxpr, given: Sequence[Value], scope: Scope):
+    def __init__(self, jaxpr: jc.Jaxpr, given: Sequence[Value], scope: Scope):
         policy, self.scope = scope.policy, scope
-        self.program = program = inlined(program, scope)
+        self.jaxpr = jaxpr = inlined(jaxpr, scope)
         self.half, self.widest = policy.dtype, policy.promote == "widest"
-        self.results = {v for v in program.outvars if isinstance(v, jc.Var)}
+        self.results = {v for v in jaxpr.outvars if isinstance(v, jc.Var)}
         self.summed = 0  # the matmuls with a weight that all iterations share
         self._stack: Any = None  # the name stack of the last equation
         self._last: tuple[Rule | None, str] | None = None  # and its region
         self.known = {
             v: self.unknown(v)._replace(is_input=True, changes=is_float32(v) or None)
-            for v in program.constvars
+            for v in jaxpr.constvars
         }
-        given = given or list(map(self.unknown, program.invars))
-        self.known.update(zip(program.invars, given, strict=True))
+        given = given or list(map(self.unknown, jaxpr.invars))
+        self.known.update(zip(jaxpr.invars, given, strict=True))
 
     def __getitem__(self, atom: Atom) -> Value:
         """Returns the facts about a value."""
@@ -165,11 +175,11 @@ class Values:
         dtype, number = dtype_of(literal), literal.val
         if dtype == float0 or jnp.iscomplexobj(number):
             return Value(dtype, source=_NO_SOURCE)
-        # JAX converts the integer of `where(mask, x, 0)` in the program.
-        asks = exceeds_half(float(number), self.half)
+        # JAX converts the integer of `where(mask, x, 0)` in the jaxpr.
+        out_of_range = exceeds_half(float(number), self.half)
         changes = changes_in_half(float(number), self.half)
-        vote = FLOAT32 if asks and dtype == FLOAT32 else None
-        return Value(dtype, vote, asks, source=_NO_SOURCE, changes=changes)
+        vote = FLOAT32 if out_of_range and dtype == FLOAT32 else None
+        return Value(dtype, vote, out_of_range, source=_NO_SOURCE, changes=changes)
 
     def unknown(self, atom: Atom) -> Value:
         """Returns a value about which nothing is known, in the user's dtype."""
@@ -194,7 +204,7 @@ class Values:
     def closed(
         self, operands: Sequence[Atom], carries: Sequence[int] = ()
     ) -> list[Value]:
-        """Returns the operands of a program that takes them in the user's dtypes.
+        """Returns the operands of a jaxpr that takes them in the user's dtypes.
 
         After several iterations, the operands at `carries` may depend on all operands.
         """
@@ -219,16 +229,16 @@ class Values:
         source = Source.DATA if is_data else joint_source(given)
         is_input, changes = self.is_input(eqn), self.changes(eqn, given)
         carried = self.scope.carried or eqn.primitive.name in _REFS
-        asks, has_vote = False, True
+        out_of_range, has_vote = False, True
         if eqn.primitive.name == "convert_element_type":
             # A mask is exact in any dtype, so it has no vote. A number has none either.
             is_mask = dtype_of(eqn.invars[0]) == np.bool_
-            asks = given[0].asks and changes is not None
-            has_vote = asks or not is_mask and changes is None
+            out_of_range = given[0].out_of_range and changes is not None
+            has_vote = out_of_range or not is_mask and changes is None
         return [
             self.unknown(v)._replace(
                 vote=FLOAT32 if has_vote and is_float32(v) else None,
-                asks=asks,
+                out_of_range=out_of_range,
                 source=source,
                 is_input=is_input,
                 changes=changes,
@@ -255,7 +265,7 @@ class Values:
     def ruling(
         self, eqn: jc.JaxprEqn, name: str, given: Sequence[Value]
     ) -> tuple[Rule | None, str]:
-        """Returns `program.ruling`, unless a half model's params require float32."""
+        """Returns `scope.ruling`, unless a half model's params require float32."""
         rule, region = ruling(self.scope, eqn, name, self._region(eqn, name))
         if rule is not Rule.HALF or region or not self.scope.policy.of_model:
             return rule, region
@@ -272,18 +282,18 @@ class Values:
         self._stack, self._last = stack, region_rule(self.scope, eqn, name)
         return self._last
 
-    def scope_of_programs(self, eqn: jc.JaxprEqn) -> Scope:
-        """Returns the scope of the programs that an equation holds.
+    def scope_inside(self, eqn: jc.JaxprEqn) -> Scope:
+        """Returns the scope of the jaxprs that an equation holds.
 
-        A closed program does not know the sources of its inputs, so all inherit the
+        A closed jaxpr does not know the sources of its inputs, so all inherit the
         equation's. If an operand is a kept weight, they all count as data, so that a
         matmul inside runs in float32, like a matmul of this weight.
         """
         given = self.of(eqn.invars)
         weighted = any(value.is_kept_param for value in given)
         within = Source.DATA if weighted else joint_source(given)
-        frames = frames_of(eqn)
-        closed = not frames or frames[0].kind is Kind.CALL and not frames[0].is_open
+        subs = subjaxprs_of(eqn)
+        closed = not subs or subs[0].kind is Kind.CALL and not subs[0].is_open
         carried = closed and any(value.carried for value in given)
-        scope = self.scope.scope_of_programs(eqn)
+        scope = self.scope.scope_inside(eqn)
         return scope._replace(within=within or Source.DATA, carried=carried)

@@ -1,4 +1,4 @@
-"""Writes the new equations of one program, and keeps the versions of each value.
+"""Writes the new equations of one jaxpr, and keeps the versions of each value.
 
     y:f32 = dot_general x w      x':f16 = convert x; w':f16 = convert w
     e:f32 = exp y                y:f16 = dot_general x' w'
@@ -18,16 +18,16 @@ from jax.typing import DTypeLike
 
 from jamp._autocast import jax_internals
 from jamp._autocast.calls import Replacement, apart_if_sharded, call
-from jamp._autocast.frames import with_equations
 from jamp._autocast.primitives import Rule, primitive_name
-from jamp._autocast.program import Atom, dtype_of, dtypes_of, is_float32, recorded
 from jamp._autocast.reasons import CAST, Note, noted, noting
+from jamp._autocast.scope import Atom, dtype_of, dtypes_of, is_float32, recorded
+from jamp._autocast.subjaxprs import with_equations
 from jamp._autocast.values import Value, Values
 from jamp._core.dtypes import FLOAT32
 
 
 class Writer:
-    """The new equations of one program, and the versions of each value by dtype."""
+    """The new equations of one jaxpr, and the versions of each value by dtype."""
 
     def __init__(self, values: Values):
         self.values = values
@@ -38,39 +38,39 @@ class Writer:
         self.eqn: jc.JaxprEqn | None = None
         self.begin = 0  # the index of the first new equation for `eqn`
         self._noting = noting.value
-        for v in values.program.constvars:
+        for v in values.jaxpr.constvars:
             self._bind(v, values[v])
-        self._invars = [self._bind(v, values[v]) for v in values.program.invars]
+        self._invars = [self._bind(v, values[v]) for v in values.jaxpr.invars]
 
-    def program(self, dtypes: Sequence[Any]) -> jc.Jaxpr:
-        """Returns the program so far, with results in the given dtypes."""
-        jaxpr, end, versions = self.values.program, len(self.eqns), self.versions
+    def finished(self, dtypes: Sequence[Any]) -> jc.Jaxpr:
+        """Returns the jaxpr so far, with results in the given dtypes."""
+        jaxpr, end, versions = self.values.jaxpr, len(self.eqns), self.versions
         self.versions = {v: dict(versions[v]) for v in self.values.results}
         pairs = zip(jaxpr.outvars, dtypes, strict=True)
         outvars = [self.read(v, dtype) for v, dtype in pairs]
         written = with_equations(jaxpr, self.eqns, invars=self._invars, outvars=outvars)
-        # The casts at its end are not part of the program with other results.
+        # The casts at its end are not part of the jaxpr with other results.
         self.versions = versions
         del self.eqns[end:]
         return written
 
-    def read(self, atom: Atom, dtype: DTypeLike, apart: bool = False) -> Atom:
+    def read(self, atom: Atom, dtype: DTypeLike, own_casts: bool = False) -> Atom:
         """Returns a value, in the given dtype if it is float32 in the user's program.
 
-        `apart` gives this reader its own cast, so that JAX rounds the reader's
+        `own_casts` gives this reader its own cast, so that JAX rounds the reader's
         cotangent before it adds the cotangents of other readers.
         """
         if isinstance(atom, jc.Literal):
             return _literal(atom, dtype) if is_float32(atom) else atom
         versions = self.versions[atom]
-        if dtype in versions and not apart:
+        if dtype in versions and not own_casts:
             return versions[dtype]
         computed = self.values.known[atom].dtype
         if dtype == computed or not is_float32(atom):
             return versions[computed]
         # A cast of the computed version, and not of another cast, rounds only once.
         new = self._convert(versions[computed], dtype)
-        if not apart:
+        if not own_casts:
             versions[dtype] = new
         return new
 
@@ -92,11 +92,11 @@ class Writer:
         in_dtypes: Sequence[Any],
         results: Sequence[Value],
         params: dict[str, Any] | None = None,
-        apart: bool = False,
+        own_casts: bool = False,
     ) -> None:
         """Writes an equation whose operands have the given dtypes."""
         pairs = zip(eqn.invars, in_dtypes, strict=True)
-        invars = [self.read(v, d, apart) for v, d in pairs]
+        invars = [self.read(v, d, own_casts) for v, d in pairs]
         pairs = zip(eqn.outvars, results, strict=True)
         outvars = [self._bind(v, value) for v, value in pairs]
         params = eqn.params if params is None else params
@@ -126,7 +126,7 @@ class Writer:
         operands = [self.read(v, dtype) for v, dtype in read]
         pairs = zip(eqn.outvars, results, strict=True)
         outvars = [self._bind(v, value) for v, value in pairs]
-        known = self.values.scope.written
+        known = self.values.scope.cache
         written = call(function, operands, outvars, eqn, known)
         self.eqns += written
         return bool(written)
@@ -141,7 +141,7 @@ class Writer:
         """Writes JAX's equation of a function with custom derivatives, for `eqn`."""
         pairs = zip(eqn.invars, in_dtypes, strict=True)
         operands = [self.read(v, dtype) for v, dtype in pairs]
-        (new,) = call(function, operands, None, eqn, self.values.scope.written)
+        (new,) = call(function, operands, None, eqn, self.values.scope.cache)
         pairs = zip(eqn.outvars, results, strict=True)
         outvars = [self._bind(v, value) for v, value in pairs]
         # Effects name the user's variables. Those with effects keep their variables.

@@ -13,7 +13,6 @@ from typing import Any
 
 from jax.extend import core as jc
 
-from jamp._autocast.frames import Frame, Kind, frames_of
 from jamp._autocast.marks import Source
 from jamp._autocast.primitives import (
     MOVES,
@@ -23,7 +22,7 @@ from jamp._autocast.primitives import (
     primitive_name,
     traits_of,
 )
-from jamp._autocast.program import (
+from jamp._autocast.scope import (
     Atom,
     disables_fp8,
     is_float32,
@@ -32,6 +31,7 @@ from jamp._autocast.program import (
     size_of,
     size_of_shape,
 )
+from jamp._autocast.subjaxprs import Kind, Subjaxpr, subjaxprs_of
 from jamp._autocast.values import Values
 from jamp._fp8.options import Fp8
 
@@ -56,7 +56,7 @@ class Plan:
 
     def __init__(self, fp8: Fp8, values: Values, out_uses: Sequence[Uses]):
         self.fp8, self.values = fp8, values
-        jaxpr, known = values.program, values.scope.written
+        jaxpr, known = values.jaxpr, values.scope.cache
         out_uses = out_uses or [NOTHING] * len(jaxpr.outvars)
         self._uses = _uses_in_program(jaxpr, out_uses, known)
         # The number of matmuls that read each value and may have a weight.
@@ -92,15 +92,15 @@ class Plan:
         """Returns the uses of each of the values."""
         return _uses_of(atoms, self._uses)
 
-    def uses_of_results(self, frame: Frame) -> list[Uses]:
+    def uses_of_results(self, sub: Subjaxpr) -> list[Uses]:
         """Returns the uses of a program's results. The next iteration uses carries."""
-        results = self.uses_of(frame.results)
-        carries = results[: frame.carries]
+        results = self.uses_of(sub.results)
+        carries = results[: sub.carries]
         if carries:
-            known = self.values.scope.written
-            found = _uses_in_frame(frame, self._uses, known)[frame.consts :]
+            known = self.values.scope.cache
+            found = _uses_inside(sub, self._uses, known)[sub.consts :]
             carries = [a | b for a, b in zip(found, carries, strict=False)]
-        return [*carries, *results[frame.carries :]]
+        return [*carries, *results[sub.carries :]]
 
 
 def weight_of(values: Values, eqn: jc.JaxprEqn) -> jc.Var | None:
@@ -152,13 +152,13 @@ def _uses_of_operands(
 
     `known` caches the uses in nested programs.
     """
-    frames = frames_of(eqn)
-    if not frames:
+    subs = subjaxprs_of(eqn)
+    if not subs:
         return _uses_by_operation(eqn, NOTHING.union(*results))
     found: dict[Atom, Uses] = {}
     uses: dict[Atom, Uses] = dict(zip(eqn.outvars, results, strict=True))
-    for frame in frames:
-        _note(found, frame.operands, _uses_in_frame(frame, uses, known))
+    for sub in subs:
+        _note(found, sub.operands, _uses_inside(sub, uses, known))
     return _uses_of(eqn.invars, found)
 
 
@@ -173,18 +173,18 @@ def _uses_by_operation(eqn: jc.JaxprEqn, of_result: Uses) -> list[Uses]:
     ]
 
 
-def _uses_in_frame(
-    frame: Frame, uses: Mapping[Atom, Uses], known: dict[Any, Any]
+def _uses_inside(
+    sub: Subjaxpr, uses: Mapping[Atom, Uses], known: dict[Any, Any]
 ) -> list[Uses]:
     """Returns the uses of each operand of a program, inside it or after it."""
-    results = _uses_of(frame.results, uses)
-    results += [NOTHING] * (len(frame.program.outvars) - len(results))
-    carries = slice(frame.consts, frame.consts + frame.carries)
+    results = _uses_of(sub.results, uses)
+    results += [NOTHING] * (len(sub.jaxpr.outvars) - len(results))
+    carries = slice(sub.consts, sub.consts + sub.carries)
     while True:
-        found = _uses_of_inputs(frame.program, results, known)
+        found = _uses_of_inputs(sub.jaxpr, results, known)
         pairs = zip(results, found[carries], strict=False)
-        again = [*(a | b for a, b in pairs), *results[frame.carries :]]
-        if frame.kind is not Kind.LOOP or again == results:
+        again = [*(a | b for a, b in pairs), *results[sub.carries :]]
+        if sub.kind is not Kind.LOOP or again == results:
             return found
         results = again
 

@@ -14,9 +14,9 @@ from jax.extend import core as jc
 
 from jamp._autocast.calls import Replacement, call
 from jamp._autocast.decide import Decision, shared_weight
-from jamp._autocast.program import Atom, dtype_of
 from jamp._autocast.reasons import noting
 from jamp._autocast.rewrite import Rewriter
+from jamp._autocast.scope import Atom, dtype_of
 from jamp._autocast.values import Values
 from jamp._core.dtypes import FLOAT32
 from jamp._core.path_rules import matches

@@ -15,7 +15,7 @@ import jax
 from jaxtyping import PyTree
 
 from jamp._autocast.marks import at_boundary, shown_params
-from jamp._autocast.program import Scope
+from jamp._autocast.scope import Scope
 from jamp._autocast.transform import autocast_in, scope_of
 from jamp._core import groups
 from jamp._core.dtypes import FLOAT32, cast_floats

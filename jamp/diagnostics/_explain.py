@@ -9,7 +9,6 @@ from jax.typing import DTypeLike
 
 from jamp._autocast import jax_internals
 from jamp._autocast.decide import TABLE
-from jamp._autocast.frames import frames_of
 from jamp._autocast.lists import (
     FUNCTION_ROWS,
     LIBRARY_ROWS,
@@ -30,10 +29,11 @@ from jamp._autocast.primitives import (
     primitive_name,
     traits_of,
 )
-from jamp._autocast.program import KEPT, NO_MODEL, PRECISION, dtypes_of
 from jamp._autocast.reasons import CAST, Note, note_in, notes_in, noting, without_notes
+from jamp._autocast.scope import KEPT, NO_MODEL, PRECISION, dtypes_of
+from jamp._autocast.subjaxprs import subjaxprs_of
 from jamp._autocast.tracing import disabled
-from jamp._autocast.transform import Promote, scope_of, written_program
+from jamp._autocast.transform import Promote, rewritten_jaxpr, scope_of
 from jamp._state.amp_state import AmpState
 from jamp.diagnostics._explanation import Explanation, Operation, flops_of, is_fp8
 from jamp.diagnostics._source import is_backward, module_path, user_line
@@ -121,7 +121,7 @@ def explain(
         if args and isinstance(args[0], AmpState):
             return _explain_step(fn, args[0], args[1:], kwargs)
         with noting(True):
-            program = written_program(fn, args, kwargs, scope)
+            program = rewritten_jaxpr(fn, args, kwargs, scope)
         default = "region" if disabled.value else ""
         found = _operations(program, _Enclosing(scope.policy.lists, default))
         return Explanation(str(scope.policy.dtype), tuple(found), promote=promote)
@@ -175,15 +175,15 @@ def _operations(program: jc.Jaxpr, around: _Enclosing) -> Iterator[Operation]:
         decision = decision_on(eqn, own, around)
         if decision is not None:
             yield _operation(eqn, *decision, inner)
-        for frame in frames_of(eqn):
+        for sub in subjaxprs_of(eqn):
             if decision is not None:
-                name = f"{eqn.primitive.name} {frame.label}".strip()
+                name = f"{eqn.primitive.name} {sub.label}".strip()
                 inner = inner._replace(
                     path=(*around.path, name),
-                    times=around.times * (frame.trips or 1),
+                    times=around.times * (sub.trips or 1),
                     is_users=True,
                 )
-            yield from _operations(frame.program, inner)
+            yield from _operations(sub.jaxpr, inner)
 
 
 def _operation(
@@ -228,8 +228,8 @@ def _decision_in_function(
 
     `own` is the equation's name stack.
     """
-    if frames_of(eqn):
-        note = next((note for note in notes_in(own) if note.holds_program), None)
+    if subjaxprs_of(eqn):
+        note = next((note for note in notes_in(own) if note.holds_jaxpr), None)
     elif note := note_in(own):
         is_own = note.operands != CAST and note.primitive == primitive_name(eqn)
         note = note if is_own else None
@@ -268,7 +268,7 @@ def _decision_in_step(
         leave = Rule.RECORDED
         written = written._replace(rule=leave.value, region=MARKERS[leave])
     note = note_in(names)
-    if frames_of(eqn):
+    if subjaxprs_of(eqn):
         written = written._replace(why="program")
     elif note and note_in(own) is None and listed is Rule.FLOAT32:
         written = written._replace(why="list")  # jamp added this equation

@@ -13,7 +13,7 @@ from typing import Any
 from jax.extend import core as jc
 
 from jamp._autocast.primitives import Shape, is_matmul, traits_of
-from jamp._autocast.program import shape_of, size_of
+from jamp._autocast.scope import shape_of, size_of
 from jamp.diagnostics._modules import rows_of, table, tree_of
 
 # Operations that compute nothing.

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.extend import core as jc
 
-from jamp._autocast.frames import Kind, frames_of
 from jamp._autocast.primitives import primitive_name, traits_of
+from jamp._autocast.subjaxprs import Kind, subjaxprs_of
 from jamp._core.dtypes import is_differentiable
 from jamp.diagnostics._replay import Event, Value, replay
 from jamp.diagnostics._source import MOVES, TO_FP8, Context, Site, short_line
@@ -133,7 +133,7 @@ def _label_of(site: Site) -> Label | None:
     if (
         not any(is_differentiable(v.aval) for v in values)
         or (moves and name not in _ORDERS and not decides(eqn))
-        or any(frame.kind is not Kind.MAP for frame in frames_of(eqn))
+        or any(sub.kind is not Kind.MAP for sub in subjaxprs_of(eqn))
         or "rematted_computation" in site.names
     ):
         return None
@@ -152,9 +152,9 @@ def _labels_in(
         if label := _label_of(site):
             yield _place(site), label, times
             continue
-        for frame in frames_of(eqn):
-            trips = times * (frame.trips or 1)
-            yield from _labels_in(frame.program, site.inside(), trips)
+        for sub in subjaxprs_of(eqn):
+            trips = times * (sub.trips or 1)
+            yield from _labels_in(sub.jaxpr, site.inside(), trips)
 
 
 def find_common(left: Side, right: Side) -> dict[Label, None]:

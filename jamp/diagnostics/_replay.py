@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend import core as jc
 
 from jamp._autocast import jax_internals
-from jamp._autocast.frames import Kind, frames_of
+from jamp._autocast.subjaxprs import Kind, subjaxprs_of
 from jamp._core.dtypes import is_differentiable
 from jamp.diagnostics._source import Context, Site, moves
 from jamp.diagnostics._step import Step
@@ -107,7 +107,7 @@ def _run(program: jc.Jaxpr, values: list[Value], context: Context, whole: bool) 
 
 
 def _run_equation(site: Site, read: list[Value], whole: bool) -> _Run:
-    frames = frames_of(site.eqn)
+    frames = subjaxprs_of(site.eqn)
     kind = frames[0].kind if frames else Kind.MAP
     if kind is Kind.MAP or frames[-1].trips == 0:
         is_move = moves(site.eqn) and bool(read)
@@ -117,7 +117,7 @@ def _run_equation(site: Site, read: list[Value], whole: bool) -> _Run:
     if kind is Kind.LOOP:
         return (yield from _run_loop(site, read, whole))
     number = int(read.pop(0).array) if kind is Kind.BRANCH else 0
-    return (yield from _run(frames[number].program, read, site.inside(), whole))
+    return (yield from _run(frames[number].jaxpr, read, site.inside(), whole))
 
 
 def _results(site: Site, read: list[Value], maker: Site | None) -> list[Value]:
@@ -133,7 +133,7 @@ def _run_loop(site: Site, read: list[Value], whole: bool) -> _Run:
         if is_finite or any(not_finite(v.array)[0] for v in read):  # NaN from outside
             yield Event(site, read, outs)
             return outs
-    *tests, body = frames_of(site.eqn)
+    *tests, body = subjaxprs_of(site.eqn)
     begin = tests[0].consts if tests else 0
     fixed, rest = read[begin : begin + body.consts], read[begin + body.consts :]
     carry, over = rest[: body.carries], rest[body.carries :]
@@ -144,7 +144,7 @@ def _run_loop(site: Site, read: list[Value], whole: bool) -> _Run:
         here = site.inside(f"iteration {i} of {name}")
         if tests:
             given = [*read[:begin], *carry]
-            (goes_on,) = yield from _run(tests[0].program, given, here, whole)
+            (goes_on,) = yield from _run(tests[0].jaxpr, given, here, whole)
             if not goes_on.array:
                 break
         slices = []
@@ -152,7 +152,7 @@ def _run_loop(site: Site, read: list[Value], whole: bool) -> _Run:
             slices.append(Value(v.array[i], maker=v.maker))
             yield Event(site, [v], slices[-1:])
         given = [*fixed, *carry, *slices]
-        results = yield from _run(body.program, given, here, whole)
+        results = yield from _run(body.jaxpr, given, here, whole)
         carry, rows[i] = results[: body.carries], results[body.carries :]
     for column in zip(*(rows[i] for i in sorted(rows)), strict=True):
         carry.append(Value(jnp.stack([v.array for v in column]), maker=site))

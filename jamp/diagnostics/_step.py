@@ -95,9 +95,9 @@ def trace_step(
         for path, x in jax.tree.leaves_with_path(every)
         if isinstance(x, _ARRAYS)
     ]
-    _, outs = found.rebuild(found.program.outvars)
+    _, outs = found.rebuild(found.jaxpr.outvars)
     paths = [path_string(path) for path, _ in jax.tree.leaves_with_path(outs)]
-    return Step(found.program, inputs, paths)
+    return Step(found.jaxpr, inputs, paths)
 
 
 def trace_scaled_step(

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jamp._autocast.lists import AutocastLists
-from jamp._autocast.program import Scope
+from jamp._autocast.scope import Scope
 from jamp._autocast.transform import Promote, autocast_in as pure_in, scope_of
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES
 from jamp._policy.forward import model_inputs, model_outputs, under_policy

@@ -9,7 +9,7 @@ from flax.nnx import filterlib
 from jaxtyping import PyTree
 
 from jamp._autocast.marks import shown_params
-from jamp._autocast.program import Scope
+from jamp._autocast.scope import Scope
 from jamp._core.dtypes import is_half
 from jamp._core.tree import path_string, select
 from jamp._policy.forward import scope_by

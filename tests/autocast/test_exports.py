@@ -8,7 +8,7 @@ import pytest
 from jax import export
 
 import jamp
-from jamp._autocast.program import size_of_shape
+from jamp._autocast.scope import size_of_shape
 from tests.autocast.exported import MODELS, inputs_of, shapes_of
 from tests.support.near import assert_near
 from tests.support.states import make

@@ -69,7 +69,7 @@ def loss(w):
 @pytest.mark.parametrize("policy", ["dots_saveable", "everything_saveable"])
 @pytest.mark.parametrize("within", ["plain", "jit", "scan", "vmap"])
 def test_a_loss_may_be_checkpointed_inside_and_outside(within, policy):
-    """Both checkpoints save sums that a head pins."""
+    """Both checkpoints save sums that a head keeps."""
     checkpoint = functools.partial(jax.checkpoint, policy=getattr(POLICIES, policy))
     wanted = jax.grad(loss)(W)
     inside = half(checkpoint(AROUND[within](loss)))

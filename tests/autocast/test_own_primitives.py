@@ -17,7 +17,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 import jamp
 import pallas_kernels
-from jamp._autocast import pins, products, reduction, sums
+from jamp._autocast import barriers, products, reduction, sums
 from jamp._fp8 import quantized
 from jamp._fp8.quantized import Of, quantize
 from pallas_kernels import layouts
@@ -32,10 +32,10 @@ fp8_derivative = functools.partial(
 # Linear functions of a half array that return the array. `fp8_once` is only for the
 # gradient of a matmul, and `quantize` returns another dtype: see the tests below.
 LINEAR = {
-    "residual": functools.partial(pins._pin.bind, backward=False),
-    "residual (backward)": functools.partial(pins._pin.bind, backward=True),
-    "kept": pins.kept,
-    "sum": pins.kept_on_tpu,
+    "residual": functools.partial(barriers._barrier.bind, backward=False),
+    "residual (backward)": functools.partial(barriers._barrier.bind, backward=True),
+    "kept": barriers.kept,
+    "sum": barriers.kept_on_tpu,
     "apart": sums.apart,
     "repeated": functools.partial(sums._repeated.bind, half=jnp.bfloat16),
     "product": lambda x: products.product_with(x, jnp.eye(8), NUMBERS, False),

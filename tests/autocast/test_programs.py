@@ -10,8 +10,8 @@ import pytest
 from jax import lax
 
 import jamp
-from jamp._autocast.frames import frames_of
 from jamp._autocast.primitives import primitive_name
+from jamp._autocast.subjaxprs import subjaxprs_of
 from tests.support.constructs import repeat
 from tests.support.near import assert_near
 from tests.support.programs import evaluate, products, results, walk
@@ -177,7 +177,7 @@ def places(fn):
     # `with_weight` replaces the matmul.
     names = "custom_jvp_call", "CustomJVPTraced"
     calls = [e for e in eqns if primitive_name(e) in names]
-    programs = [frames_of(call)[0].program for call in calls]
+    programs = [subjaxprs_of(call)[0].jaxpr for call in calls]
     inside = [id(e) for program in programs for e in walk(program)]
     for eqn in (e for e in eqns if id(e) not in inside):
         lines = [

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import hijax
 
 import jamp
-from jamp._autocast.hijax import expanded, with_program
+from jamp._autocast.hijax import expanded, with_jaxpr
 from tests.autocast.test_coverage import TOLERANCE, W, X
 from tests.support.constructs import AROUND, TABLE, custom_vjp, layer
 from tests.support.near import assert_near
@@ -200,7 +200,7 @@ def test_autocast_expands_an_unknown_object():
 def test_a_rewritten_object_differs_from_the_users():
     """JAX compares objects by class and params, and some caches compare objects."""
     prim = Mystery(jax.typeof(W))
-    new = with_program(prim, expanded(prim))
+    new = with_jaxpr(prim, expanded(prim))
     assert new != prim and expanded(new) is not expanded(prim)
 
 
@@ -235,7 +235,7 @@ def scaled_blocks(w, x):
 
 
 # Each with the arguments that JAX can differentiate.
-HOLDERS = {
+HIGHER_ORDER = {
     "linear_call": (linear_call, (1,)),
     "composite": (lax.composite(layer, "test.layer"), ()),
     "custom_root": (root, (0, 1)),
@@ -243,9 +243,9 @@ HOLDERS = {
 }
 
 
-@pytest.mark.parametrize("name", HOLDERS)
+@pytest.mark.parametrize("name", HIGHER_ORDER)
 def test_other_primitives_that_hold_programs(name):
-    fn, argnums = HOLDERS[name]
+    fn, argnums = HIGHER_ORDER[name]
 
     def both(fn):
         grad = jax.grad(lambda *args: fn(*args).sum(), argnums)

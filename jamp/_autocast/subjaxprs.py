@@ -1,12 +1,12 @@
-"""Finds the programs that an equation holds: one `Frame` each, for any primitive.
+"""Finds the jaxprs that an equation holds: one `Subjaxpr` each, for any primitive.
 
     c d = scan[jaxpr={ w b x. ... in e y }] w a xs
 
-    frames_of(scan) == [Frame(program, "scan", Kind.LOOP, operands=[w, a, xs],
+    subjaxprs_of(scan) == [Subjaxpr(jaxpr, "scan", Kind.LOOP, operands=[w, a, xs],
                               results=[c, d], is_open=True, consts=1, carries=1,
                               trips=3)]
 
-JAX does not document these parameters. A new primitive with one program needs one line
+JAX does not document these parameters. A new primitive with one jaxpr needs one line
 in `_HELD`.
 """
 
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from jax.extend import core as jc
 
-from jamp._autocast.hijax import expanded, hi_primitive, with_program
+from jamp._autocast.hijax import expanded, hi_primitive, with_jaxpr
 from jamp._autocast.primitives import is_listed, primitive_name
 
 CHECKPOINT = "remat2"  # the primitive of `jax.checkpoint`
@@ -27,7 +27,7 @@ OPTIMIZED_VJP = "remat_opt"  # the `fwd` of a custom_vjp with `optimize_remat=Tr
 
 
 class Kind(enum.Enum):
-    """How an equation runs its programs."""
+    """How an equation runs its jaxprs."""
 
     CALL = "call"  # once
     BRANCH = "branch"  # one of them
@@ -39,7 +39,7 @@ class _Held(NamedTuple):
     """The properties that all equations of a primitive share."""
 
     kind: Kind
-    params: tuple[str, ...]  # the parameters with the programs
+    params: tuple[str, ...]  # the parameters with the jaxprs
     is_open: bool
     own_residuals: bool = False
 
@@ -52,52 +52,55 @@ _HELD = {
     "custom_jvp_call": _Held(Kind.CALL, ("call_jaxpr",), is_open=True),
     "custom_vjp_call": _Held(Kind.CALL, ("call_jaxpr",), is_open=False),
     "eval_jaxpr": _Held(Kind.CALL, ("call_jaxpr",), is_open=True),
-    # A kernel may replace it, and its derivative may be another program.
+    # A kernel may replace it, and its derivative may be another jaxpr.
     "composite": _Held(Kind.CALL, ("call_jaxpr",), is_open=False),
     "linear_call": _Held(Kind.CALL, ("callee",), is_open=False),
     "shard_map": _Held(Kind.MAP, ("jaxpr",), is_open=False),
     "cond": _Held(Kind.BRANCH, ("branches",), is_open=True),
     "scan": _Held(Kind.LOOP, ("jaxpr",), is_open=True),
     "while": _Held(Kind.LOOP, ("cond_jaxpr", "body_jaxpr"), is_open=False),
-    # Objects. An object without such a parameter expands to its program.
+    # Objects. An object without such a parameter expands to its jaxpr.
     "RematTraced": _Held(Kind.CALL, ("jaxpr",), is_open=True, own_residuals=True),
     "CustomJVPTraced": _Held(Kind.CALL, (), is_open=True),
     "CustomVJPTraced": _Held(Kind.CALL, (), is_open=False),
     "Scan3": _Held(Kind.LOOP, ("jaxpr",), is_open=True),
     OBJECT: _Held(Kind.CALL, (), is_open=False),
 }
-HOLDERS = tuple(_HELD)
+HIGHER_ORDER = tuple(_HELD)
 OPEN_CALLS = tuple(
     name for name, held in _HELD.items() if held.kind is Kind.CALL and held.is_open
 )
 
 
-class Frame(NamedTuple):
-    """A program that an equation holds, and how the equation runs it."""
+class Subjaxpr(NamedTuple):
+    """A jaxpr that an equation holds, and how the equation runs it."""
 
-    program: jc.Jaxpr
-    holder: str  # the name of the equation's primitive or object
+    jaxpr: jc.Jaxpr
+    primitive: str  # the name of the equation's primitive or object
     kind: Kind
-    operands: Sequence[Any]  # the operands of the equation that the program takes
-    results: Sequence[Any]  # the results of the equation that the program returns
-    # Whether values may pass in any dtype. Otherwise the program keeps its dtypes,
+    operands: Sequence[Any]  # the operands of the equation that the jaxpr takes
+    results: Sequence[Any]  # the results of the equation that the jaxpr returns
+    # Whether values may pass in any dtype. Otherwise the jaxpr keeps its dtypes,
     # because the user's derivative, a mesh or the next iteration relies on them.
     is_open: bool
     own_residuals: bool = False  # whether the user chose the residuals
     consts: int = 0  # how many operands of a loop are the same in all iterations
     carries: int = 0  # how many operands after them an iteration passes to the next
     trips: int | None = 1  # the number of iterations; None if unknown
-    label: str = ""  # names the program if an equation holds several
+    label: str = ""  # names the jaxpr if an equation holds several
 
     @property
     def has_derivative(self) -> bool:
-        """Whether a call's derivative may differ from its program's."""
-        own = not self.is_open or self.holder in ("custom_jvp_call", "CustomJVPTraced")
+        """Whether a call's derivative may differ from its jaxpr's."""
+        own = not self.is_open or self.primitive in (
+            "custom_jvp_call",
+            "CustomJVPTraced",
+        )
         return self.kind is Kind.CALL and own
 
 
-def frames_of(eqn: jc.JaxprEqn) -> list[Frame]:
-    """Returns the programs of an equation that autocast can read.
+def subjaxprs_of(eqn: jc.JaxprEqn) -> list[Subjaxpr]:
+    """Returns the jaxprs of an equation that autocast can read.
 
     It does not read an object that `primitives` lists.
     """
@@ -107,14 +110,14 @@ def frames_of(eqn: jc.JaxprEqn) -> list[Frame]:
         of_older = "static_argnums" in prim.params  # before JAX 0.12
         if (name not in _HELD or of_older) and not is_listed(name):
             name = OBJECT if expanded(prim) is not None else ""
-    return list(_frames_of(eqn, name)) if name in _HELD else []
+    return list(_subjaxprs_of(eqn, name)) if name in _HELD else []
 
 
-def _frames_of(eqn: jc.JaxprEqn, name: str) -> Iterator[Frame]:
+def _subjaxprs_of(eqn: jc.JaxprEqn, name: str) -> Iterator[Subjaxpr]:
     held, invars, outvars = _HELD[name], eqn.invars, eqn.outvars
-    frame = Frame(
-        program=_program_of(eqn, name),
-        holder=name,
+    sub = Subjaxpr(
+        jaxpr=_jaxpr_of(eqn, name),
+        primitive=name,
         kind=held.kind,
         operands=invars,
         results=outvars,
@@ -125,50 +128,50 @@ def _frames_of(eqn: jc.JaxprEqn, name: str) -> Iterator[Frame]:
         # The first operand is the index.
         for i, branch in enumerate(eqn.params["branches"]):
             operands, label = invars[1:], f"branch {i}"
-            yield frame._replace(program=branch, operands=operands, label=label)
+            yield sub._replace(jaxpr=branch, operands=operands, label=label)
     elif name == "scan":
         consts, carries = scan_counts(eqn)
         trips = eqn.params["length"]
-        yield frame._replace(consts=consts, carries=carries, trips=trips)
+        yield sub._replace(consts=consts, carries=carries, trips=trips)
     elif name == "while":
-        _, body, first, second = while_programs(eqn)
+        _, body, first, second = while_jaxprs(eqn)
         carry = invars[first + second :]
-        frame = frame._replace(carries=len(carry), trips=None)
+        sub = sub._replace(carries=len(carry), trips=None)
         test, label = [*invars[:first], *carry], "cond"
-        yield frame._replace(operands=test, results=[], consts=first, label=label)
-        frame = frame._replace(program=body, operands=invars[first:])
-        yield frame._replace(consts=second, label="body")
+        yield sub._replace(operands=test, results=[], consts=first, label=label)
+        sub = sub._replace(jaxpr=body, operands=invars[first:])
+        yield sub._replace(consts=second, label="body")
     elif name == "Scan3":
         # It has no carries: references among its constants take their place.
         sliced = list(hi_primitive(eqn).extensives)
         consts, trips = sliced.count(False), hi_primitive(eqn).length
-        yield frame._replace(consts=consts, trips=trips)
+        yield sub._replace(consts=consts, trips=trips)
     else:
-        yield frame
+        yield sub
 
 
-def once_per_program[T](fn: Callable[[jc.Jaxpr], T]) -> Callable[[jc.Jaxpr], T]:
-    """Calls a function of a program once, because many equations may call one program.
+def once_per_jaxpr[T](fn: Callable[[jc.Jaxpr], T]) -> Callable[[jc.Jaxpr], T]:
+    """Calls a function of a jaxpr once, because many equations may call one jaxpr.
 
-    The results live as long as the program.
+    The results live as long as the jaxpr.
     """
     known: weakref.WeakKeyDictionary[jc.Jaxpr, T] = weakref.WeakKeyDictionary()
 
     @functools.wraps(fn)
-    def known_or_called(program: jc.Jaxpr) -> T:
-        if program not in known:
-            known[program] = fn(program)
-        return known[program]
+    def known_or_called(jaxpr: jc.Jaxpr) -> T:
+        if jaxpr not in known:
+            known[jaxpr] = fn(jaxpr)
+        return known[jaxpr]
 
     return known_or_called
 
 
-def program_of(eqn: jc.JaxprEqn) -> jc.Jaxpr:
-    """Returns the program of an equation that holds one."""
-    return _program_of(eqn, primitive_name(eqn))
+def jaxpr_of(eqn: jc.JaxprEqn) -> jc.Jaxpr:
+    """Returns the jaxpr of an equation that holds one."""
+    return _jaxpr_of(eqn, primitive_name(eqn))
 
 
-def _program_of(eqn: jc.JaxprEqn, name: str) -> Any:
+def _jaxpr_of(eqn: jc.JaxprEqn, name: str) -> Any:
     prim, names = hi_primitive(eqn), _params_of(name)
     return (eqn if prim is None else prim).params[names[0]] if names else expanded(prim)
 
@@ -178,30 +181,30 @@ def _params_of(name: str) -> tuple[str, ...]:
 
 
 def with_equations(
-    program: jc.Jaxpr, eqns: Sequence[jc.JaxprEqn], **changes: Any
+    jaxpr: jc.Jaxpr, eqns: Sequence[jc.JaxprEqn], **changes: Any
 ) -> jc.Jaxpr:
-    """Returns a program with other equations, and with the named `changes`.
+    """Returns a jaxpr with other equations, and with the named `changes`.
 
-    `is_high` tells JAX to lower the objects in a program first.
+    `is_high` tells JAX to lower the objects in a jaxpr first.
     """
     held = [e for e in eqns if e.primitive.name in _HELD or "_prim" in e.params]
-    is_high = program.is_high or any(
+    is_high = jaxpr.is_high or any(
         e.primitive.is_high(*(v.aval for v in e.invars), **e.params) for e in held
     )
-    return program.replace(eqns=list(eqns), is_high=is_high, **changes)
+    return jaxpr.replace(eqns=list(eqns), is_high=is_high, **changes)
 
 
-def with_programs(eqn: jc.JaxprEqn, programs: Sequence[jc.Jaxpr]) -> dict[str, Any]:
-    """Returns the parameters of an equation with other programs."""
+def with_jaxprs(eqn: jc.JaxprEqn, jaxprs: Sequence[jc.Jaxpr]) -> dict[str, Any]:
+    """Returns the parameters of an equation with other jaxprs."""
     prim, names = hi_primitive(eqn), _params_of(primitive_name(eqn))
     if names == ("branches",):
-        return {**eqn.params, "branches": tuple(programs)}
+        return {**eqn.params, "branches": tuple(jaxprs)}
     if prim is None:
-        return {**eqn.params, **dict(zip(names, programs, strict=True))}
+        return {**eqn.params, **dict(zip(names, jaxprs, strict=True))}
     if not names:
-        return {"_prim": with_program(prim, *programs)}
+        return {"_prim": with_jaxpr(prim, *jaxprs)}
     # The constructor takes the parameters by name.
-    return {"_prim": type(prim)(**prim.params | {names[0]: programs[0]})}
+    return {"_prim": type(prim)(**prim.params | {names[0]: jaxprs[0]})}
 
 
 def scan_counts(eqn: jc.JaxprEqn) -> tuple[int, int]:
@@ -213,7 +216,7 @@ def scan_counts(eqn: jc.JaxprEqn) -> tuple[int, int]:
     return len(list(consts)), len(list(carry))
 
 
-def while_programs(eqn: jc.JaxprEqn) -> tuple[jc.Jaxpr, jc.Jaxpr, int, int]:
+def while_jaxprs(eqn: jc.JaxprEqn) -> tuple[jc.Jaxpr, jc.Jaxpr, int, int]:
     """Returns the condition, the body, and how many constants each takes.
 
     The operands are the condition's constants, the body's constants, and the carry.

@@ -16,7 +16,6 @@ from jax.extend import core as jc
 from jax.typing import DTypeLike
 
 from jamp._autocast import jax_internals
-from jamp._autocast.frames import frames_of
 from jamp._autocast.lists import (
     AutocastLists,
     What,
@@ -28,6 +27,7 @@ from jamp._autocast.lists import (
 )
 from jamp._autocast.marks import KERNEL, MARKERS, NO_FP8, Source
 from jamp._autocast.primitives import Rule
+from jamp._autocast.subjaxprs import subjaxprs_of
 from jamp._core.dtypes import FLOAT32
 
 type Atom = jc.Var | jc.Literal
@@ -68,26 +68,26 @@ class Scope(NamedTuple):
     derived: bool = False  # whether it is in a function with a custom derivative
     within: Source = Source.DATA  # the sources of values about which nothing is known
     carried: bool = False  # whether a loop carries unknown values in float32
-    may_hold: bool = True  # whether JAX allows the program to hold constant arrays
-    written: dict[Any, Any] = {}  # the programs rewritten in this call of `autocast`
+    may_hold: bool = True  # whether JAX allows the jaxpr to hold constant arrays
+    cache: dict[Any, Any] = {}  # what was written in this call of `autocast`
 
     @property
     def key(self) -> Any:
-        """Returns a key; in scopes with equal keys, `rewrite` gives equal programs.
+        """Returns a key; in scopes with equal keys, `rewrite` gives equal jaxprs.
 
         It drops the two fields that are constant in one call of `autocast`.
         """
         names: Any = self.names
         if not rules_for(self.policy.lists, What.REGION):
             names = tuple(_MARKER.findall(names)), disables_fp8(names)
-        return self._replace(policy=None, written=None, names=names)
+        return self._replace(policy=None, cache=None, names=names)
 
-    def scope_of_programs(self, eqn: jc.JaxprEqn) -> "Scope":
-        """Returns the scope of the programs that an equation contains."""
+    def scope_inside(self, eqn: jc.JaxprEqn) -> "Scope":
+        """Returns the scope of the jaxprs that an equation contains."""
         names = name_stack(self, eqn)
         may_hold = eqn.primitive.name in ("jit", "scan", "while", "cond")
         self = self._replace(names=names, may_hold=may_hold)
-        if any(frame.has_derivative for frame in frames_of(eqn)):
+        if any(sub.has_derivative for sub in subjaxprs_of(eqn)):
             return self._replace(derived=True)
         if eqn.primitive.name != "jit":
             # JAX cannot differentiate a `while` in reverse mode.

@@ -5,8 +5,8 @@
 XLA keeps the float32 values of a forward pass if the backward pass computes the same
 values from the same residuals. Behind a barrier, a residual is a different value.
 `jax.checkpoint` has one barrier for all residuals and cotangents. A TPU then stores
-each cotangent, which it would otherwise compute inside the matmuls that read it. A pin
-is a barrier for one residual.
+each cotangent, which it would otherwise compute inside the matmuls that read it. A
+*residual barrier* is for one residual.
 
 A TPU needs no barrier for a half array with an axis of 2 to 32 before its last two. XLA
 packs the mask inside an `erfc` along this axis into words of 8, 16 or 32 bits. It saves
@@ -24,36 +24,36 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 from jamp._autocast.calls import followed
-from jamp._autocast.jax_internals import at_place
+from jamp._autocast.jax_internals import at_source
 from jamp._autocast.primitives import Shape, primitive_name, traits_of
-from jamp._autocast.program import size_of_shape
+from jamp._autocast.scope import size_of_shape
 from jamp._autocast.sums import lower_barrier
 from jamp._core.dtypes import HALF_DTYPES
 
 
-def with_pins(
+def with_barriers(
     eqns: Sequence[jc.JaxprEqn], variables: Collection[jc.Var]
 ) -> list[jc.JaxprEqn]:
-    """Pins variables that the equations make or read, before the first read of each."""
-    pinned: dict[Any, jc.Var] = {}
+    """Puts a barrier on variables before the equations read them."""
+    guarded: dict[Any, jc.Var] = {}
 
-    def pin(v: jc.Var, place: jc.JaxprEqn) -> jc.JaxprEqn:
-        pinned[v] = jc.Var(v.aval)
+    def barrier(v: jc.Var, source: jc.JaxprEqn) -> jc.JaxprEqn:
+        guarded[v] = jc.Var(v.aval)
         params = {"backward": False}
-        eqn = jc.new_jaxpr_eqn([v], [pinned[v]], _pin, params, set())
-        return at_place(eqn, place)
+        eqn = jc.new_jaxpr_eqn([v], [guarded[v]], _barrier, params, set())
+        return at_source(eqn, source)
 
     made = {v for eqn in eqns for v in eqn.outvars}
-    written = [pin(v, eqns[0]) for v in variables if v not in made]
+    written = [barrier(v, eqns[0]) for v in variables if v not in made]
     for eqn in eqns:
-        read = [pinned.get(v, v) if isinstance(v, jc.Var) else v for v in eqn.invars]
+        read = [guarded.get(v, v) if isinstance(v, jc.Var) else v for v in eqn.invars]
         written.append(eqn.replace(invars=read))
-        written += [pin(v, eqn) for v in eqn.outvars if v in variables]
+        written += [barrier(v, eqn) for v in eqn.outvars if v in variables]
     return written
 
 
 def with_kept_sums(
-    eqns: Sequence[jc.JaxprEqn], in_rows: bool, programs: dict[Any, Any]
+    eqns: Sequence[jc.JaxprEqn], in_rows: bool, jaxprs: dict[Any, Any]
 ) -> list[jc.JaxprEqn]:
     """Keeps the sums and maxima of a checkpoint, which are small, by its policy.
 
@@ -61,7 +61,7 @@ def with_kept_sums(
     """
     written, function = list[jc.JaxprEqn](), kept_on_tpu if in_rows else kept
     for eqn in eqns:
-        found = followed(eqn, function, [], programs) if is_reduction(eqn) else [eqn]
+        found = followed(eqn, function, [], jaxprs) if is_reduction(eqn) else [eqn]
         written += found
     return written
 
@@ -89,7 +89,7 @@ def kept_on_tpu(x: Array) -> Array:
 def _split(
     keeps: Any, unknown: Sequence[bool], saved: Sequence[bool], eqn: jc.JaxprEqn
 ) -> tuple[Any, ...]:
-    """Returns the pin of the forward and of the backward pass, for `jax.checkpoint`.
+    """Returns the barriers of both passes, for `jax.checkpoint`.
 
     The values of the forward pass are known. The backward pass gets the operand as a
     residual if it does not have it yet.
@@ -111,19 +111,19 @@ def _lower_on_tpu(ctx: Any, x: Any, backward: bool) -> Any:
 
 
 def _derivative(primals: Any, tangents: Any, backward: bool) -> tuple[Array, Any]:
-    return _pin.bind(*primals, backward=backward), *tangents
+    return _barrier.bind(*primals, backward=backward), *tangents
 
 
-_pin = Primitive("jamp_residual")
-_pin.def_impl(lambda x, backward: x)
-_pin.def_abstract_eval(lambda x, backward: x)
-ad.primitive_jvps[_pin] = _derivative
+_barrier = Primitive("jamp_residual")
+_barrier.def_impl(lambda x, backward: x)
+_barrier.def_abstract_eval(lambda x, backward: x)
+ad.primitive_jvps[_barrier] = _derivative
 # A user's JVP rule has islands too. Their inputs may be tangents, which JAX transposes.
-ad.primitive_transposes[_pin] = lambda cotangent, *_, **__: [cotangent]
-batching.defvectorized(_pin)
-mlir.register_lowering(_pin, _lower)
-mlir.register_lowering(_pin, _lower_on_tpu, platform="tpu")
-partial_eval.partial_eval_jaxpr_custom_rules[_pin] = _split
+ad.primitive_transposes[_barrier] = lambda cotangent, *_, **__: [cotangent]
+batching.defvectorized(_barrier)
+mlir.register_lowering(_barrier, _lower)
+mlir.register_lowering(_barrier, _lower_on_tpu, platform="tpu")
+partial_eval.partial_eval_jaxpr_custom_rules[_barrier] = _split
 
 _kept = Primitive("jamp_kept")
 _kept.def_impl(lambda x: x)
