@@ -120,29 +120,14 @@ pytestmark = [
 SAMPLE = 128
 SAMPLED = [name for name in NAMES if zlib.crc32(name.encode()) % SAMPLE == 32]
 
-# Documented hazards of `narrowest`: words that `check` says, and the functions. A half
-# operand narrows numbers beyond the range of half.
-HAZARDS = (
-    ("float16 narrowest", "losses.ctc_loss"),  # a log of 0 that is -1e5, in a carry
-    ("float16 narrowest", "random.f"),  # a ratio of small numbers
-    ("float16 narrowest", "random.t"),
-)
-
-
-def new(name, found):
-    """Returns the sentences that are not about a known hazard."""
-    known = [words for words, at in HAZARDS if f"{name}_".startswith(f"{at}_")]
-    return [text for text in found if not any(words in text for words in known)]
-
-
 @pytest.mark.parametrize("name", SAMPLED)
 def test_a_sample_of_functions(name):
-    assert new(name, check(name, MODES[1:3])) == []
+    assert check(name, MODES[1:3]) == []
 
 
 @pytest.mark.parametrize("name", more("SWEEP", NAMES))
 def test_every_function(name):
-    assert new(name, check(name)) == []
+    assert check(name) == []
 
 
 @pytest.mark.parametrize("least", more("SWEEP", [750]))
