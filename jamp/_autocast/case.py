@@ -25,7 +25,6 @@ from jamp._autocast.scope import (
     is_float32,
     size_of,
 )
-from jamp._autocast.sums import LOOKUPS
 from jamp._autocast.values import Value, Values, joint_source
 from jamp._core.dtypes import FLOAT32
 
@@ -51,13 +50,16 @@ class Case:
         self.has_float32_result = any([is_float32(v) for v in eqn.outvars])
         # Whether an operand, and whether the result, may be beyond half's range.
         self.out_of_range = self.result_out_of_range = False
-        self.carried = self._reads_carry()
+        # Whether it computes from a float32 carry. A matmul returns no carry.
+        self.carried = rule is not Rule.HALF and any([x.carried for x in given])
         # Whether it passes on, or compares with, a number that half may change.
         self.keeps_digits = False
         self.bias: jc.Var | None = None
         self.vote: Any = values.half if rule is Rule.HALF else FLOAT32
         if rule is Rule.PROMOTE or rule is Rule.MOVE:
-            self.out_of_range = self._out_of_range()
+            fill = eqn.params.get("fill_value") if self.has_float32_result else None
+            fills = fill is not None and exceeds_half(float(fill), values.half)
+            self.out_of_range = fills or any([value.out_of_range for value in given])
             self.result_out_of_range = self.out_of_range and self._passes_numbers()
             self.keeps_digits = values.half in self.votes and self._keeps_digits()
             if name == "add" and values.half in self.votes:
@@ -97,12 +99,6 @@ class Case:
             return origins.meet(origins.union(others), origin.statistic_of)
 
         return small + [value for value in full if is_of_statistics(value)]
-
-    @property
-    def looks_up(self) -> bool:
-        """Whether it looks up slices of an array."""
-        table = self.eqn.invars[0] if self.name in LOOKUPS else None
-        return isinstance(table, jc.Var) and is_float32(table)
 
     @property
     def is_ratio(self) -> bool:
@@ -171,14 +167,6 @@ class Case:
         is_kept = Source.KEPT in value.source and Source.HALF not in value.source
         return is_kept and value.vote == FLOAT32
 
-    def _out_of_range(self) -> bool:
-        fill = self.eqn.params.get("fill_value")
-        if any([value.out_of_range for value in self.given]):
-            return True
-        if fill is None or not self.has_float32_result:
-            return False
-        return exceeds_half(float(fill), self.values.half)
-
     def _passes_numbers(self) -> bool:
         """Whether a result may be beyond half's range like an operand.
 
@@ -200,8 +188,11 @@ class Case:
             exact = self.name == "select_n" or not self.traits.rounds
             numbers = [x.changes or x.vote == FLOAT32 for x in self.given]
             return exact and any(numbers)
-        pairs = zip(self.eqn.invars, self.given, strict=True)
-        return any([x.changes or _is_float32_number(v, x) for v, x in pairs])
+        for v, x in zip(self.eqn.invars, self.given, strict=True):
+            is_number = size_of(v) == 1 or x.origin.varies == ()
+            if x.changes or (is_number and x.vote == FLOAT32):
+                return True
+        return False
 
     def _shrinks(self) -> bool:
         """Whether its literals beyond half's range make the result smaller.
@@ -220,10 +211,6 @@ class Case:
         if self.name == "gather":
             return all([n == 1 for n in self.eqn.params["slice_sizes"]])
         return self.traits.shape is Shape.REDUCE
-
-    def _reads_carry(self) -> bool:
-        """Whether it computes from a float32 carry. A matmul returns no carry."""
-        return self.rule is not Rule.HALF and any([x.carried for x in self.given])
 
     def _bias(self) -> jc.Var | None:
         """Returns the bias that it adds to a matmul in half, or None."""
@@ -273,12 +260,6 @@ class Case:
             else Value(dtype_of(v), source=source)
             for v, origin in zip(self.eqn.outvars, self.origins, strict=True)
         ]
-
-
-def _is_float32_number(atom: Atom, value: Value) -> bool:
-    """Returns whether a value is one float32 number, or filled with it."""
-    is_number = size_of(atom) == 1 or value.origin.varies == ()
-    return is_number and value.vote == FLOAT32
 
 
 def _is_mask(atom: Atom, value: Value) -> bool:

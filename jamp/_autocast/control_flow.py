@@ -81,7 +81,8 @@ def _scan(rewriter: Rewriter, eqn: jc.JaxprEqn, subs: list[Subjaxpr]) -> None:
     fixed = sub.consts + sub.carries
     carries = range(sub.consts, fixed)
     given = values.closed(eqn.invars, carries)
-    for i, value in enumerate(values.of(eqn.invars)):
+    for i, v in enumerate(eqn.invars):
+        value = values[v]
         given[i] = given[i]._replace(
             out_of_range=value.out_of_range, is_loop_invariant=i < sub.consts
         )
@@ -117,8 +118,8 @@ def _half_carries(
     values, end = rewriter.values, sub.consts + sub.carries
     if values.widest:
         return set()
-    starts = values.of(sub.operands[sub.consts : end])
-    of_model, inputs = values.scope.policy.of_model, values.of(sub.operands)
+    of_model, inputs = values.scope.policy.of_model, [values[v] for v in sub.operands]
+    starts = inputs[sub.consts : end]
     are_weights = [not of_model or value.is_half_param for value in inputs]
     in_half = half_carries(sub, are_weights)
     # Half holds a start of zeros exactly.
@@ -135,8 +136,8 @@ def _while(rewriter: Rewriter, eqn: jc.JaxprEqn, subs: list[Subjaxpr]) -> None:
     consts = cond.consts + body.consts
     carries = range(consts, len(eqn.invars))
     given = values.closed(eqn.invars, carries)
-    for i, value in enumerate(values.of(eqn.invars[:consts])):
-        given[i] = given[i]._replace(vote=value.vote, dtype=value.dtype)
+    for i, v in enumerate(eqn.invars[:consts]):
+        given[i] = given[i]._replace(vote=values[v].vote, dtype=values[v].dtype)
     for i in carries:
         given[i] = given[i]._replace(carried=given[i].vote == FLOAT32)
     of_test = given[: cond.consts] + given[consts:]
@@ -159,7 +160,7 @@ def _closed(rewriter: Rewriter, eqn: jc.JaxprEqn, subs: list[Subjaxpr]) -> None:
 
 def _outgoing(rewriter: Rewriter, atoms: Sequence[Atom]) -> list[Value]:
     """Returns values in the dtypes in which they enter another jaxpr."""
-    values = rewriter.values.of(atoms)
+    values = [rewriter.values[v] for v in atoms]
     return in_dtypes(values, [value.outgoing for value in values])
 
 
@@ -317,7 +318,7 @@ def _linear_call(rewriter: Rewriter, eqn: jc.JaxprEqn, subs: list[Subjaxpr]) -> 
 
 def _object(rewriter: Rewriter, eqn: jc.JaxprEqn, subs: list[Subjaxpr]) -> None:
     """Rewrites the jaxpr of an unknown object, unless the user's lists decide."""
-    given = rewriter.values.of(eqn.invars)
+    given = [rewriter.values[v] for v in eqn.invars]
     rule, _ = rewriter.values.ruling(eqn, primitive_name(eqn), given)
     if rule is not None:
         rewriter.emit_recorded(eqn)

@@ -19,7 +19,13 @@ from jamp._autocast.calls import Replacement
 from jamp._autocast.case import Case
 from jamp._autocast.primitives import Rule, is_plain
 from jamp._autocast.scope import is_float32
-from jamp._autocast.sums import add_repeated, with_bias, with_lookup, with_weight
+from jamp._autocast.sums import (
+    LOOKUPS,
+    add_repeated,
+    with_bias,
+    with_lookup,
+    with_weight,
+)
 from jamp._autocast.values import Values
 from jamp._core.dtypes import FLOAT32
 
@@ -175,7 +181,8 @@ def _with_float32_sum(case: Case) -> Replacement | None:
     if case.bias is not None:
         matmul = eqn.invars[eqn.invars[0] is case.bias]
         return Replacement(with_bias, ((matmul, half), (case.bias, FLOAT32)))
-    if case.looks_up:
+    is_lookup = case.name in LOOKUPS and isinstance(eqn.invars[0], jc.Var)
+    if is_lookup and is_float32(eqn.invars[0]):
         function = with_lookup(eqn.primitive, tuple(sorted(eqn.params.items())))
         return Replacement(function, [(v, half) for v in eqn.invars])
     return None

@@ -22,7 +22,6 @@ from jamp._autocast.primitives import Shape, primitive_name, traits_of
 from jamp._autocast.scope import Atom, dtype_of, is_float, size_of
 from jamp._autocast.subjaxprs import (
     Kind,
-    jaxpr_of,
     once_per_jaxpr,
     subjaxprs_of,
     with_equations,
@@ -165,10 +164,9 @@ def with_bias_sums(graph: Graph, region: Region, jaxprs: dict[Any, Any]) -> Regi
 
 def is_bias_sum(eqn: jc.JaxprEqn, jaxprs: dict[Any, Any]) -> bool:
     """Returns whether an equation adds a bias to a half matmul."""
-    if not subjaxprs_of(eqn):
-        return False
-    calls = (new.eqns[0] for key, new in jaxprs.items() if key[0] is with_bias)
-    return any(jaxpr_of(eqn) is jaxpr_of(call) for call in calls)
+    calls = [new.eqns[0] for key, new in jaxprs.items() if key[0] is with_bias]
+    sums = [sub.jaxpr for call in calls for sub in subjaxprs_of(call)]
+    return any(sub.jaxpr is x for sub in subjaxprs_of(eqn) for x in sums)
 
 
 def fuses_rows(eqns: Sequence[jc.JaxprEqn], size: int) -> bool:

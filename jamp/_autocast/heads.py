@@ -51,8 +51,8 @@ from jamp._autocast.graph import (
 from jamp._autocast.jax_internals import at_source, conversion
 from jamp._autocast.labels import labels_in
 from jamp._autocast.primitives import Shape, primitive_name, traits_of
-from jamp._autocast.scope import dtype_of, size_of
-from jamp._autocast.subjaxprs import jaxpr_of, with_equations
+from jamp._autocast.scope import dtype_of, is_float32, size_of
+from jamp._autocast.subjaxprs import subjaxprs_of, with_equations
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES
 
 type Labels = Mapping[jc.Var, jc.JaxprEqn]
@@ -63,7 +63,7 @@ def checkpoint_heads(jaxpr: jc.Jaxpr, jaxprs: dict[Any, Any], loop: bool) -> jc.
 
     `checkpoint_islands` explains `jaxprs` and `loop`.
     """
-    sources = dict.fromkeys(v for eqn in jaxpr.eqns for v in _widened(eqn))
+    sources = dict.fromkeys([v for eqn in jaxpr.eqns for v in _widened(eqn)])
     graph = Graph(jaxpr)
     labels = labels_in(graph) if sources else {}
     if not sources or not (labels or has_costly(jaxpr)):
@@ -129,7 +129,7 @@ def _with_float32_bias(graph: Graph, maker: int, cast: int) -> Graph:
     call, eqns = graph.eqns[maker], list(graph.eqns)
     (matmul,), bias = variables_in(call.invars[:1]), call.invars[1]
     eqns[maker] = begin = conversion(matmul, FLOAT32, call)
-    (*_, add) = jaxpr_of(call).eqns
+    (*_, add) = subjaxprs_of(call)[0].jaxpr.eqns
     operands, results = [begin.outvars[0], bias], graph.eqns[cast].outvars
     eqns[cast] = at_source(add.replace(invars=operands, outvars=results), call)
     return Graph(with_equations(graph.jaxpr, eqns))
@@ -137,7 +137,7 @@ def _with_float32_bias(graph: Graph, maker: int, cast: int) -> Graph:
 
 def _widened(eqn: jc.JaxprEqn) -> list[jc.Var]:
     """Returns the half values that an equation casts to float32, even in a call."""
-    if all(dtype_of(v) != FLOAT32 for v in eqn.outvars):
+    if not any(map(is_float32, eqn.outvars)):
         return []
     return [v for v in variables_in(eqn.invars) if dtype_of(v) in HALF_DTYPES]
 

@@ -22,13 +22,9 @@ _MOST = 1000  # calls that share jaxprs may stand for any number of equations
 def inlined(jaxpr: jc.Jaxpr, scope: Scope) -> jc.Jaxpr:
     """Returns a jaxpr with the equations of these calls in place of the calls."""
     key = "inlined", jaxpr, bool(scope.library), scope.may_hold
-    if key not in scope.cache:
-        scope.cache[key] = _inlined(jaxpr, scope)
-    return scope.cache[key]
-
-
-def _inlined(jaxpr: jc.Jaxpr, scope: Scope) -> jc.Jaxpr:
-    if not any(_is_inlined(eqn, scope) for eqn in jaxpr.eqns):
+    if key in scope.cache:
+        return scope.cache[key]
+    if not any([_is_inlined(eqn, scope) for eqn in jaxpr.eqns]):
         return jaxpr
     eqns: list[jc.JaxprEqn] = []
     values: dict[Any, Any] = {}  # the result of a call -> the inlined value
@@ -51,13 +47,14 @@ def _inlined(jaxpr: jc.Jaxpr, scope: Scope) -> jc.Jaxpr:
             eqns.append(new)
         outs = (_value(v, known) for v in body.outvars)
         values.update(zip(eqn.outvars, outs, strict=True))
-    return with_equations(
+    scope.cache[key] = with_equations(
         jaxpr,
         eqns,
         outvars=[_value(v, values) for v in jaxpr.outvars],
         constvars=list(consts),
         consts=list(consts.values()),
     )
+    return scope.cache[key]
 
 
 def _is_inlined(eqn: jc.JaxprEqn, scope: Scope) -> bool:

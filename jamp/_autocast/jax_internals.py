@@ -20,8 +20,6 @@ from jax.extend import core as jc
 from jax.extend.core import primitives
 from jax.typing import DTypeLike
 
-from jamp._autocast.subjaxprs import jaxpr_of
-
 # Lines in these folders are not the user's code.
 _LIBRARIES = tuple(
     os.path.join(os.path.dirname(file), "")
@@ -85,7 +83,7 @@ def calling_functions(eqn: jc.JaxprEqn) -> list[str]:
 
 def jitted_function(eqn: jc.JaxprEqn) -> str:
     """Returns the path of the JAX function that a `jit` calls; "" for others."""
-    name, line = function_of(jaxpr_of(eqn))
+    name, line = function_of(eqn.params["jaxpr"])
     return _path(line.rpartition(":")[0], name)
 
 
@@ -141,13 +139,11 @@ def array_of_type(value: Any, aval: Any) -> Any:
     return primitives.convert_element_type_p.bind(value, **params)
 
 
-def name_stack(eqn: jc.JaxprEqn) -> str:
-    """Returns the name scopes of an equation within its own jaxpr."""
-    return str(scopes(eqn))
-
-
 def scopes(eqn: jc.JaxprEqn) -> Any:
-    """Returns the name scopes of an equation, an object that its neighbors share."""
+    """Returns the name scopes of an equation within its own jaxpr.
+
+    Neighbors share this object.
+    """
     return eqn.source_info.name_stack
 
 
@@ -219,22 +215,14 @@ def conversion(var: jc.Var, dtype: Any, reader: jc.JaxprEqn | None) -> jc.JaxprE
     """Returns a cast of a variable, with the line of the equation that reads it."""
     new = jc.Var(in_dtype(var.aval, dtype))
     params = {"new_dtype": dtype, "weak_type": False, "sharding": None}
-    primitive = primitives.convert_element_type_p
-    return jc.new_jaxpr_eqn(
-        [var], [new], primitive, params, set(), **_reader_info(reader)
-    )
-
-
-def _reader_info(reader: jc.JaxprEqn | None) -> dict[str, Any]:
-    """Returns the source line and the context of an equation, as parameters."""
-    if reader is None:
-        return {}
-    return {"source_info": reader.source_info, "ctx": reader.ctx}
+    cast = primitives.convert_element_type_p
+    eqn = jc.new_jaxpr_eqn([var], [new], cast, params, set())
+    return eqn if reader is None else at_source(eqn, reader)
 
 
 def at_source(eqn: jc.JaxprEqn, source: jc.JaxprEqn) -> jc.JaxprEqn:
     """Returns `eqn` with the source line, the name scopes and the mesh of `source`."""
-    return eqn.replace(**_reader_info(source))
+    return eqn.replace(source_info=source.source_info, ctx=source.ctx)
 
 
 def combining_in(params: dict[str, Any], dtype: DTypeLike) -> dict[str, Any]:

@@ -14,13 +14,11 @@ import enum
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jc
 from jax.extend.core.primitives import name_p
 
 from jamp._autocast import jax_internals
@@ -29,11 +27,12 @@ from jamp._autocast.primitives import Rule
 from jamp._autocast.tracing import (
     Itself,
     Replaced,
+    Tracing,
     casting,
     disabled,
     fp8_disabled,
+    replacement,
     tracing,
-    tracing_for,
 )
 from jamp._core.dtypes import FLOAT32
 from jamp._core.tree import path_string, widen_tree
@@ -198,11 +197,15 @@ def _is_float32_array(x: Any) -> bool:
 # ---- functions that autocast replaces in their modules
 
 
-def traced_for(
-    half: Any, lists: AutocastLists, casts: bool = True
-) -> AbstractContextManager[None]:
+@contextlib.contextmanager
+def traced_for(half: Any, lists: AutocastLists, casts: bool = True) -> Iterator[None]:
     """Replaces functions during a trace. Kernels get half operands if `casts`."""
-    return tracing_for(half, list(_replaced(lists)), casts)
+    replaced = tuple(_replaced(lists))
+    with contextlib.ExitStack() as stack:
+        for attribute in {(r.module, r.name) for r in replaced}:
+            stack.enter_context(replacement(attribute))
+        stack.enter_context(tracing(Tracing(half, replaced, casts)))
+        yield
 
 
 def _replaced(lists: AutocastLists) -> Iterator[Replaced]:
@@ -245,13 +248,8 @@ _NAMES = {
     Source.HALF | Source.STAYS: "jamp_half_param_not_fp8",
     Source.KEPT | Source.STAYS: "jamp_kept_param_not_fp8",
 }
-_SOURCES = {name: source for source, name in _NAMES.items()}
-
-
-def marked_source(eqn: jc.JaxprEqn) -> Source | None:
-    """Returns the inputs that a mark states for its result, or None."""
-    is_name = eqn.primitive.name == "name"
-    return _SOURCES.get(eqn.params["name"]) if is_name else None
+# Maps each mark to the inputs that it states for its result.
+SOURCES = {name: source for source, name in _NAMES.items()}
 
 
 def shown_params[T](tree: T, policy: Any) -> T:

@@ -23,7 +23,7 @@ from jamp._autocast.decide import decide
 from jamp._autocast.heads import checkpoint_heads
 from jamp._autocast.hijax import with_dtypes
 from jamp._autocast.islands import checkpoint_islands
-from jamp._autocast.marks import Source, marked_source
+from jamp._autocast.marks import SOURCES, Source
 from jamp._autocast.origins import origin_of_unknown
 from jamp._autocast.primitives import NO_HALF_KERNEL, Rule, primitive_name
 from jamp._autocast.scope import (
@@ -94,7 +94,7 @@ class Rewriter(Writer):
         """Decides on all equations of the jaxpr, and writes them."""
         for eqn in self.values.jaxpr.eqns:
             self.equation(eqn)
-        self.results = self.values.of(self.values.jaxpr.outvars)
+        self.results = [self.values[v] for v in self.values.jaxpr.outvars]
 
     def returning(self, out_dtypes: Sequence[Any] | None = None) -> jc.Jaxpr:
         """Returns the rewritten jaxpr.
@@ -105,15 +105,12 @@ class Rewriter(Writer):
             out_dtypes = [value.outgoing for value in self.results]
         key = tuple(out_dtypes)
         if key not in self._returning:
-            self._returning[key] = self._with_results(out_dtypes)
+            written = with_rounded_results(self.finished(key), self.calls)
+            # These find float32 regions by the casts around them, so they run last.
+            options = self.scope.cache, self.scope.loop
+            written = checkpoint_islands(written, *options)
+            self._returning[key] = checkpoint_heads(written, *options)
         return self._returning[key]
-
-    def _with_results(self, dtypes: Sequence[Any]) -> jc.Jaxpr:
-        written = with_rounded_results(self.finished(dtypes), self.calls)
-        # These run last, because they find float32 regions by the casts around them.
-        options = self.scope.cache, self.scope.loop
-        written = checkpoint_islands(written, *options)
-        return checkpoint_heads(written, *options)
 
     def uses_of(self, atoms: Sequence[Atom]) -> Sequence[Any]:
         """Returns the uses of values, for `Policy.fp8`."""
@@ -128,19 +125,14 @@ class Rewriter(Writer):
                 self._note(eqn, "program")
             return
         values = self.values
-        given = values.of(eqn.invars)
+        given = [values[v] for v in eqn.invars]
         name = primitive_name(eqn)
         if name == "name" and self._reads_mark(eqn):
             return
         rule, region = values.ruling(eqn, name, given)
-        if rule is None and any(map(is_float, eqn.outvars)):
-            self._warn(_UNKNOWN.format(name=name), AutocastWarning)
-        if name == "convert_element_type" and _rounds_kept(values, eqn, given[0]):
-            where = "/".join(filter(None, name_stack(self.scope, eqn).split("/")))
-            self._warn(_ROUNDED.format(where=where), PrecisionWarning)
+        self._warn_of_dtypes(eqn, name, rule, given)
         stays = rule is Rule.RECORDED or not is_castable_eqn(eqn, rule, values.half)
         if rule is None or stays:
-            self._warn_of_float64(eqn, rule)
             self.emit_recorded(eqn, is_data=region in (KEPT, NO_MODEL))
             why = "unknown primitive" if rule is None else "own dtype"
             if rule is Rule.RECORDED:
@@ -170,12 +162,26 @@ class Rewriter(Writer):
             self.scope.cache[key] = None
             warn(message, category)
 
-    def _warn_of_float64(self, eqn: jc.JaxprEqn, rule: Rule | None) -> None:
-        """Warns about a matmul that reads a float32 operand in float64."""
-        if not eqn.outvars or dtype_of(eqn.outvars[0]) != np.float64:
+    def _warn_of_dtypes(
+        self, eqn: jc.JaxprEqn, name: str, rule: Rule | None, given: Sequence[Value]
+    ) -> None:
+        """Warns about dtypes that the user probably did not intend.
+
+        An unknown primitive keeps them, the jaxpr may cast a kept param to half, and
+        a matmul may read a float32 operand in float64.
+        """
+        if rule is None and any(map(is_float, eqn.outvars)):
+            self._warn(_UNKNOWN.format(name=name), AutocastWarning)
+        is_cast, half = name == "convert_element_type", self.values.half
+        dtype = dtype_of(eqn.outvars[0]) if eqn.outvars else None
+        if is_cast and dtype == half and self.scope.policy.of_model:
+            if given[0].is_kept_param:
+                where = "/".join(filter(None, name_stack(self.scope, eqn).split("/")))
+                self._warn(_ROUNDED.format(where=where), PrecisionWarning)
+        if dtype != np.float64:
             return
         read = [v for v in eqn.invars if isinstance(v, jc.Var)]
-        if eqn.primitive.name == "convert_element_type" and is_float32(eqn.invars[0]):
+        if is_cast and is_float32(eqn.invars[0]):
             self._widened.add(eqn.outvars[0])
         elif rule is Rule.HALF and any(dtype_of(v) == np.float64 for v in read):
             if any(is_float32(v) or v in self._widened for v in read):
@@ -186,7 +192,7 @@ class Rewriter(Writer):
 
         The mark would keep a loss out of a head.
         """
-        source = marked_source(eqn)
+        source = SOURCES.get(eqn.params["name"])
         if source is None:
             return False
         (operand,), (same,) = eqn.invars, eqn.outvars
@@ -223,12 +229,6 @@ class Rewriter(Writer):
             outs = [value.dtype for value in results]
             changed["_prim"] = with_dtypes(params["_prim"], ins, outs)
         self.emit(eqn, ins, results, params | changed if changed else params, own_casts)
-
-
-def _rounds_kept(values: Values, eqn: jc.JaxprEqn, operand: Value) -> bool:
-    """Returns whether the user's program itself casts a kept param to half."""
-    kept = values.scope.policy.of_model and operand.is_kept_param
-    return kept and dtype_of(eqn.outvars[0]) == values.half
 
 
 _UNKNOWN = (

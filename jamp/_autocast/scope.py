@@ -105,7 +105,7 @@ class Scope(NamedTuple):
 
 def name_stack(scope: Scope, eqn: jc.JaxprEqn) -> str:
     """Returns the whole name stack of an equation."""
-    return f"{scope.names}/{jax_internals.name_stack(eqn)}"
+    return f"{scope.names}/{jax_internals.scopes(eqn)}"
 
 
 def disables_fp8(names: str) -> bool:

@@ -115,8 +115,11 @@ def subjaxprs_of(eqn: jc.JaxprEqn) -> list[Subjaxpr]:
 
 def _subjaxprs_of(eqn: jc.JaxprEqn, name: str) -> Iterator[Subjaxpr]:
     held, invars, outvars = _HELD[name], eqn.invars, eqn.outvars
+    prim, names = hi_primitive(eqn), held.params
+    params = (eqn if prim is None else prim).params
+    jaxpr: Any = params[names[0]] if names else expanded(prim)
     sub = Subjaxpr(
-        jaxpr=_jaxpr_of(eqn, name),
+        jaxpr=jaxpr,
         primitive=name,
         kind=held.kind,
         operands=invars,
@@ -143,8 +146,7 @@ def _subjaxprs_of(eqn: jc.JaxprEqn, name: str) -> Iterator[Subjaxpr]:
         yield sub._replace(consts=second, label="body")
     elif name == "Scan3":
         # It has no carries: references among its constants take their place.
-        sliced = list(hi_primitive(eqn).extensives)
-        consts, trips = sliced.count(False), hi_primitive(eqn).length
+        consts, trips = list(params["extensives"]).count(False), params["length"]
         yield sub._replace(consts=consts, trips=trips)
     else:
         yield sub
@@ -166,20 +168,6 @@ def once_per_jaxpr[T](fn: Callable[[jc.Jaxpr], T]) -> Callable[[jc.Jaxpr], T]:
     return known_or_called
 
 
-def jaxpr_of(eqn: jc.JaxprEqn) -> jc.Jaxpr:
-    """Returns the jaxpr of an equation that holds one."""
-    return _jaxpr_of(eqn, primitive_name(eqn))
-
-
-def _jaxpr_of(eqn: jc.JaxprEqn, name: str) -> Any:
-    prim, names = hi_primitive(eqn), _params_of(name)
-    return (eqn if prim is None else prim).params[names[0]] if names else expanded(prim)
-
-
-def _params_of(name: str) -> tuple[str, ...]:
-    return _HELD.get(name, _HELD[OBJECT]).params
-
-
 def with_equations(
     jaxpr: jc.Jaxpr, eqns: Sequence[jc.JaxprEqn], **changes: Any
 ) -> jc.Jaxpr:
@@ -187,16 +175,19 @@ def with_equations(
 
     `is_high` tells JAX to lower the objects in a jaxpr first.
     """
-    held = [e for e in eqns if e.primitive.name in _HELD or "_prim" in e.params]
-    is_high = jaxpr.is_high or any(
-        e.primitive.is_high(*(v.aval for v in e.invars), **e.params) for e in held
-    )
+    are_high = [
+        e.primitive.is_high(*[v.aval for v in e.invars], **e.params)
+        for e in eqns
+        if e.primitive.name in _HELD or "_prim" in e.params
+    ]
+    is_high = jaxpr.is_high or any(are_high)
     return jaxpr.replace(eqns=list(eqns), is_high=is_high, **changes)
 
 
 def with_jaxprs(eqn: jc.JaxprEqn, jaxprs: Sequence[jc.Jaxpr]) -> dict[str, Any]:
     """Returns the parameters of an equation with other jaxprs."""
-    prim, names = hi_primitive(eqn), _params_of(primitive_name(eqn))
+    prim = hi_primitive(eqn)
+    names = _HELD.get(primitive_name(eqn), _HELD[OBJECT]).params
     if names == ("branches",):
         return {**eqn.params, "branches": tuple(jaxprs)}
     if prim is None:

@@ -268,9 +268,9 @@ def _moved(jaxpr: jc.Jaxpr) -> jc.Jaxpr | None:
 
 
 def _taken_out_of(eqn: jc.JaxprEqn) -> list[jc.JaxprEqn]:
-    subs = subjaxprs_of(eqn)
-    new = [moves_taken_out(sub.jaxpr) for sub in subs]
-    if any(a is not sub.jaxpr for a, sub in zip(new, subs, strict=True)):
+    old = [sub.jaxpr for sub in subjaxprs_of(eqn)]
+    new = list(map(moves_taken_out, old))
+    if not all(map(operator.is_, new, old)):
         eqn = eqn.replace(params=with_jaxprs(eqn, new))
     # An effect refers to operands by position.
     split = eqn.primitive.name == "scan" and not new[0].effects

@@ -21,16 +21,19 @@ class Traced(NamedTuple):
 
 
 def traced(
-    fn: Callable[..., Any], args: Sequence[Any], is_input: Callable[[Any], bool]
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    is_input: Callable[[Any], bool],
+    kwargs: dict[str, Any] | None = None,
 ) -> Traced:
     """Traces a call of a function. The jaxpr takes the leaves that are inputs."""
-    leaves, tree = jax.tree.flatten(args)
+    leaves, tree = jax.tree.flatten((args, kwargs or {}))
     known = [None if is_input(x) else x for x in leaves]
     result: dict[str, Any] = {}
 
     def flat(*values):
-        given = tree.unflatten(_filled(known, values))
-        outs, result["tree"] = jax.tree.flatten(fn(*given))
+        given, named = tree.unflatten(_filled(known, values))
+        outs, result["tree"] = jax.tree.flatten(fn(*given, **named))
         result["known"] = [None if isinstance(x, jax.Array) else x for x in outs]
         return [x for x in outs if isinstance(x, jax.Array)]
 

@@ -14,7 +14,7 @@ import functools
 import inspect
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -69,16 +69,6 @@ def casting(enabled: bool) -> contextlib.AbstractContextManager[None]:
     return tracing(here and here._replace(casts=enabled))
 
 
-@contextlib.contextmanager
-def tracing_for(half: Any, replaced: Sequence[Replaced], casts: bool) -> Iterator[None]:
-    """Replaces functions, and sets the options of this thread's autocast."""
-    with contextlib.ExitStack() as stack:
-        for attribute in {(r.module, r.name) for r in replaced}:
-            stack.enter_context(_replacement(attribute))
-        stack.enter_context(tracing(Tracing(half, tuple(replaced), casts)))
-        yield
-
-
 _INHERITED = object()  # marks an attribute that the object inherits
 _installed: dict[_Attribute, tuple[Any, Any]] = {}  # values before and during traces
 _traces = collections.Counter[_Attribute]()  # the traces that replace it
@@ -86,7 +76,7 @@ _lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def _replacement(attribute: _Attribute) -> Iterator[None]:
+def replacement(attribute: _Attribute) -> Iterator[None]:
     """Replaces a function until no trace of any thread needs its replacement."""
     module, name = attribute[0].it, attribute[1]
     with _lock:

@@ -35,6 +35,8 @@ from jamp._core.show import short_repr
 
 type Promote = Literal["widest", "narrowest"]
 
+_NO_LISTS = AutocastLists()  # one object, which reads the table once
+
 
 def autocast[**P, R](
     fn: Callable[P, R] = None,  # pyright: ignore[reportArgumentType]
@@ -119,7 +121,7 @@ def scope_of(
         raise ValueError(f"`dtype` must be float16 or bfloat16, got {dtype!r}.")
     if promote not in get_args(Promote.__value__):
         raise ValueError(f"`promote` must be 'widest' or 'narrowest', got {promote!r}.")
-    lists = AutocastLists() if lists is None else lists
+    lists = _NO_LISTS if lists is None else lists
     if not isinstance(lists, AutocastLists):
         raise TypeError(
             f"`lists` must be a jamp.AutocastLists, got {short_repr(lists)}."
@@ -142,10 +144,9 @@ def _traced(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], scope: Scope
 ) -> Traced:
     """Traces a call of a function. Scalars are known, so that Python can branch."""
-    given = jax.tree.map(_array, (args, kwargs))
-    call = lambda args, kwargs: fn(*args, **kwargs)  # noqa: E731
+    args, kwargs = jax.tree.map(_array, (args, kwargs))
     with traced_for(scope.policy.dtype, scope.policy.lists):
-        found = traced(call, given, lambda x: isinstance(x, _INPUTS))
+        found = traced(fn, args, lambda x: isinstance(x, _INPUTS), kwargs)
         return found._replace(jaxpr=moves_taken_out(found.jaxpr))
 
 

@@ -152,7 +152,7 @@ class Values:
         self.results = {v for v in jaxpr.outvars if isinstance(v, jc.Var)}
         self.summed = 0  # the matmuls with a weight that all iterations share
         self._stack: Any = None  # the name stack of the last equation
-        self._last: tuple[Rule | None, str] | None = None  # and its region
+        self._region: tuple[Rule | None, str] | None = None  # its region
         self.known = {
             v: self.unknown(v)._replace(is_input=True, changes=is_float32(v) or None)
             for v in jaxpr.constvars
@@ -162,17 +162,9 @@ class Values:
 
     def __getitem__(self, atom: Atom) -> Value:
         """Returns the facts about a value."""
-        return self._literal(atom) if isinstance(atom, jc.Literal) else self.known[atom]
-
-    def of(self, atoms: Sequence[Atom]) -> list[Value]:
-        """Returns the facts about several values."""
-        known = self.known
-        return [
-            self._literal(v) if isinstance(v, jc.Literal) else known[v] for v in atoms
-        ]
-
-    def _literal(self, literal: jc.Literal) -> Value:
-        dtype, number = dtype_of(literal), literal.val
+        if not isinstance(atom, jc.Literal):
+            return self.known[atom]
+        dtype, number = dtype_of(atom), atom.val
         if dtype == float0 or jnp.iscomplexobj(number):
             return Value(dtype, source=_NO_SOURCE)
         # JAX converts the integer of `where(mask, x, 0)` in the jaxpr.
@@ -208,7 +200,7 @@ class Values:
 
         After several iterations, the operands at `carries` may depend on all operands.
         """
-        given = self.of(operands)
+        given = [self[v] for v in operands]
         closed = [
             self.unknown(v)._replace(
                 source=value.source,
@@ -225,7 +217,7 @@ class Values:
 
     def recorded(self, eqn: jc.JaxprEqn, is_data: bool = False) -> list[Value]:
         """Returns the results of an equation that keeps the user's dtypes."""
-        given = self.of(eqn.invars)
+        given = [self[v] for v in eqn.invars]
         source = Source.DATA if is_data else joint_source(given)
         is_input, changes = self.is_input(eqn), self.changes(eqn, given)
         carried = self.scope.carried or eqn.primitive.name in _REFS
@@ -266,21 +258,17 @@ class Values:
         self, eqn: jc.JaxprEqn, name: str, given: Sequence[Value]
     ) -> tuple[Rule | None, str]:
         """Returns `scope.ruling`, unless a half model's params require float32."""
-        rule, region = ruling(self.scope, eqn, name, self._region(eqn, name))
+        stack = jax_internals.scopes(eqn)
+        # Most neighbors share the region, unless a list of the user sets it.
+        if stack is not self._stack or self.scope.policy.lists.rules:
+            self._stack, self._region = stack, region_rule(self.scope, eqn, name)
+        rule, region = ruling(self.scope, eqn, name, self._region)
         if rule is not Rule.HALF or region or not self.scope.policy.of_model:
             return rule, region
         if any(value.is_kept_param for value in given):
             return Rule.FLOAT32, KEPT
         of_model = any(Source.HALF in value.source for value in given)
         return (rule, region) if of_model else (Rule.FLOAT32, NO_MODEL)
-
-    def _region(self, eqn: jc.JaxprEqn, name: str) -> tuple[Rule | None, str] | None:
-        """Returns `region_rule`, which most neighbors share."""
-        stack = jax_internals.scopes(eqn)
-        if stack is self._stack and not self.scope.policy.lists.rules:
-            return self._last
-        self._stack, self._last = stack, region_rule(self.scope, eqn, name)
-        return self._last
 
     def scope_inside(self, eqn: jc.JaxprEqn) -> Scope:
         """Returns the scope of the jaxprs that an equation holds.
@@ -289,7 +277,7 @@ class Values:
         equation's. If an operand is a kept weight, they all count as data, so that a
         matmul inside runs in float32, like a matmul of this weight.
         """
-        given = self.of(eqn.invars)
+        given = [self[v] for v in eqn.invars]
         weighted = any(value.is_kept_param for value in given)
         within = Source.DATA if weighted else joint_source(given)
         subs = subjaxprs_of(eqn)

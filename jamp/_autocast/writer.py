@@ -69,7 +69,10 @@ class Writer:
         if dtype == computed or not is_float32(atom):
             return versions[computed]
         # A cast of the computed version, and not of another cast, rounds only once.
-        new = self._convert(versions[computed], dtype)
+        # The cast gets the source line of `self.eqn`, the equation that reads it.
+        cast = jax_internals.conversion(versions[computed], dtype, self.eqn)
+        self.eqns.append(cast)
+        (new,) = cast.outvars
         if not own_casts:
             versions[dtype] = new
         return new
@@ -80,11 +83,6 @@ class Writer:
         new = var if same else jc.Var(jax_internals.in_dtype(var.aval, value.dtype))
         self.values.known[var], self.versions[var] = value, {value.dtype: new}
         return new
-
-    def _convert(self, var: jc.Var, dtype: DTypeLike) -> jc.Var:
-        # The cast gets the source line of `self.eqn`, the equation that reads it.
-        self.eqns.append(jax_internals.conversion(var, dtype, self.eqn))
-        return self.eqns[-1].outvars[0]
 
     def emit(
         self,

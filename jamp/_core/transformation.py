@@ -1,9 +1,10 @@
 """`Transformation`: an optax transformation that is equal to others by its rule."""
 
+from collections.abc import Callable
 from typing import Any, Self
 
 import optax
-from jaxtyping import Array, ArrayLike, Bool, PyTree
+from jaxtyping import Array, Bool
 
 
 class Transformation(optax.GradientTransformationExtraArgs):
@@ -13,6 +14,8 @@ class Transformation(optax.GradientTransformationExtraArgs):
     """
 
     rule: Any  # the frozen dataclass
+    # The kernel of `FusedTransformation.all_finite`, if there is one.
+    all_finite: Callable[..., Bool[Array, ""]] | None = None
 
     @classmethod
     def from_rule(cls, rule: Any) -> Self:
@@ -20,17 +23,6 @@ class Transformation(optax.GradientTransformationExtraArgs):
         tx = cls(rule.init, rule.update)
         tx.rule = rule
         return tx
-
-    def all_finite(
-        self, grads: PyTree, grad_scale: ArrayLike | None = None
-    ) -> Bool[Array, ""] | None:
-        """Returns whether no gradient is inf or NaN; None without an own kernel.
-
-        It first divides the gradients by `grad_scale` in float32, like the step,
-        because a finite gradient may overflow at a scale below 1.
-        """
-        del grads, grad_scale
-        return None
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and other.rule == self.rule

@@ -180,9 +180,8 @@ class ScaledGrad:
             for key, leaves in own.items():
                 # A fused optimizer checks many small leaves in one kernel.
                 tx = txs[key]
-                is_ours = isinstance(tx, Transformation)
-                finite = tx.all_finite(leaves, scale) if is_ours else None
-                each.append(all_finite(divided[key]) if finite is None else finite)
+                check = tx.all_finite if isinstance(tx, Transformation) else None
+                each.append(check(leaves, scale) if check else all_finite(divided[key]))
             finite = functools.reduce(jnp.logical_and, each)
             finite &= mapped_axis.alike(lax.is_finite(loss), finite)
             if self.axis_name is not None:

@@ -167,7 +167,7 @@ class _Enclosing(NamedTuple):
 def _operations(program: jc.Jaxpr, around: _Enclosing) -> Iterator[Operation]:
     decision_on = _decision_in_step if around.default else _decision_in_function
     for eqn in program.eqns:
-        own = jax_internals.name_stack(eqn)
+        own = str(jax_internals.scopes(eqn))
         inner = around._replace(names=f"{around.names}/{own}", is_users=False)
         if around.is_users or notes_in(own):
             # JAX records no user lines inside its own jitted functions.

@@ -96,7 +96,7 @@ class Site(NamedTuple):
     @property
     def names(self) -> str:
         """All name scopes."""
-        return f"{self.context.names}/{jax_internals.name_stack(self.eqn)}"
+        return f"{self.context.names}/{jax_internals.scopes(self.eqn)}"
 
     @property
     def module(self) -> str:

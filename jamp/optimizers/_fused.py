@@ -313,6 +313,11 @@ class FusedTransformation(Transformation):
     def all_finite(
         self, grads: PyTree, grad_scale: ArrayLike | None = None
     ) -> Bool[Array, ""]:
+        """Returns whether no gradient is inf or NaN.
+
+        It first divides the gradients by `grad_scale` in float32, like the step,
+        because a finite gradient may overflow at a scale below 1.
+        """
         leaves, rule = jax.tree.leaves(grads), self.rule
         if rule.moment_dtype == EIGHT_BIT and "nu" in rule.state._fields:
             # The step reads these maxima too, so this check reads no more gradients.

@@ -67,13 +67,6 @@ class MasterWeights(Transformation):
         """Whether masters are stored as the low bits that the params lack."""
         return self.rule.store_remainder
 
-    def all_finite(
-        self, grads: PyTree, grad_scale: ArrayLike | None = None
-    ) -> Bool[Array, ""] | None:
-        inner = self.rule.tx
-        is_ours = isinstance(inner, Transformation)
-        return inner.all_finite(grads, grad_scale) if is_ours else None
-
 
 def master_weights(
     tx: optax.GradientTransformation, *, store_remainder: bool = False
@@ -118,7 +111,9 @@ def master_weights(
     check_transformation("master_weights", tx)
     if isinstance(tx, MasterWeights):
         raise ValueError(ALREADY_WRAPPED)
-    return MasterWeights.from_rule(_MasterRule(tx, store_remainder))
+    wrapped = MasterWeights.from_rule(_MasterRule(tx, store_remainder))
+    wrapped.all_finite = tx.all_finite if isinstance(tx, Transformation) else None
+    return wrapped
 
 
 class StochasticRoundingState(NamedTuple):

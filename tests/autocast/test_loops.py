@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jamp
-from jamp._autocast import frames
+from jamp._autocast import subjaxprs
 from tests.support.constructs import AROUND, repeat
 from tests.support.extent import slow_except
 from tests.support.near import assert_near
@@ -62,7 +62,7 @@ WRAPS = AROUND | {
 def consts_and_body(fn):
     """Returns the innermost scan's number of constants, and its program."""
     scan = equations(fn, ["scan"], W, XS)[-1]
-    return frames.scan_counts(scan)[0], str(scan.params["jaxpr"])
+    return subjaxprs.scan_counts(scan)[0], str(scan.params["jaxpr"])
 
 
 def assert_close(ours, plain, half):
@@ -230,7 +230,7 @@ def carries(fn, *args, promote="narrowest"):
     """Returns the dtypes that the innermost scan carries."""
     cast = jamp.autocast(fn, "bfloat16", promote=promote)
     scan = equations(cast, ["scan"], *args)[-1]
-    _, count = frames.scan_counts(scan)
+    _, count = subjaxprs.scan_counts(scan)
     found = [str(v.aval.dtype) for v in scan.outvars[:count]]
     return [dtype for dtype in found if dtype != "int32"]
 

@@ -120,6 +120,7 @@ pytestmark = [
 SAMPLE = 128
 SAMPLED = [name for name in NAMES if zlib.crc32(name.encode()) % SAMPLE == 32]
 
+
 @pytest.mark.parametrize("name", SAMPLED)
 def test_a_sample_of_functions(name):
     assert check(name, MODES[1:3]) == []
