@@ -18,7 +18,7 @@ from jax.extend import core as jc
 
 from jamp._autocast.barriers import is_kept, is_reduction, with_barriers, with_kept_sums
 from jamp._autocast.calls import checkpointed
-from jamp._autocast.primitives import Shape, primitive_name, traits_of
+from jamp._autocast.primitives import RECOMPUTABLE, primitive_name, traits_of
 from jamp._autocast.scope import Atom, dtype_of, is_float, size_of
 from jamp._autocast.subjaxprs import (
     Kind,
@@ -28,9 +28,6 @@ from jamp._autocast.subjaxprs import (
 )
 from jamp._autocast.sums import with_bias
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES
-
-# The backward pass may recompute these, because they have no effects.
-_INSIDE = (Shape.ELEMENTWISE, Shape.SAME, Shape.RESHAPE, Shape.REPEAT, Shape.REDUCE)
 
 
 class Region(NamedTuple):
@@ -196,7 +193,7 @@ def may_be_inside(eqn: jc.JaxprEqn) -> bool:
         is_plain = sub.kind is Kind.CALL and sub.is_open and not sub.own_residuals
         return is_plain and _all_may_be_inside(sub.jaxpr)
     traits = traits_of(primitive_name(eqn))
-    return traits.shape in _INSIDE and not traits.slow and not rounds(eqn)
+    return traits.shape in RECOMPUTABLE and not traits.slow and not rounds(eqn)
 
 
 @once_per_jaxpr

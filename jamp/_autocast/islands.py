@@ -42,14 +42,11 @@ from jamp._autocast.graph import (
     variables_in,
     with_bias_sums,
 )
-from jamp._autocast.primitives import Shape, primitive_name, traits_of
+from jamp._autocast.primitives import FREE, primitive_name, traits_of
 from jamp._autocast.scope import dtype_of, is_float, shape_of, size_of
 from jamp._autocast.softmax import with_softmax
 from jamp._autocast.sums import joined
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES
-
-# Recomputing these costs no memory, so they may belong to several islands.
-_FREE = (Shape.SAME, Shape.REPEAT)
 
 
 def checkpoint_islands(jaxpr: jc.Jaxpr, jaxprs: dict[Any, Any], loop: bool) -> jc.Jaxpr:
@@ -113,7 +110,7 @@ def _island(
         eqn = eqns[place]
         readers = graph.readers_of(eqn.outvars) - ({len(eqns)} if loop else set())
         if place != end and not readers <= island.members - island.shared:
-            if traits_of(primitive_name(eqn)).shape in _FREE:
+            if traits_of(primitive_name(eqn)).shape in FREE:
                 island.shared.add(place)
             elif _holds(eqn.outvars, size):
                 return None

@@ -17,7 +17,13 @@ from typing import Any, NamedTuple
 from jax.extend import core as jc
 
 from jamp._autocast.jax_internals import conv_features
-from jamp._autocast.primitives import Rule, Shape, primitive_name, traits_of
+from jamp._autocast.primitives import (
+    HANDS_ON,
+    IN_PLACE,
+    Rule,
+    primitive_name,
+    traits_of,
+)
 from jamp._autocast.scope import Atom, is_float32, shape_of, size_of
 
 
@@ -61,12 +67,6 @@ class Origin(NamedTuple):
         roots = union([(known[i],) for i in self.roots]) if is_known else (result,)
         statistics = union([(known[x],) for x in self.statistic_of if x in known])
         return self._replace(roots=roots, statistic_of=statistics)
-
-
-# Each element depends only on the operands' elements at the same position.
-_IN_PLACE = (Shape.ELEMENTWISE, Shape.SAME, Shape.MARK, Shape.RESHAPE, Shape.REPEAT)
-# The result has the elements of the operand.
-_HAND_ON = (Shape.SAME, Shape.MARK, Shape.RESHAPE)
 
 
 def origin_of_unknown(atom: Atom) -> Origin:
@@ -134,7 +134,7 @@ def origin_of_result(
     if varies is not None:
         return Origin(varies=varies, statistic_of=statistics)
     shape = traits_of(primitive_name(eqn)).shape
-    if shape not in _IN_PLACE or len(eqn.outvars) > 1:
+    if shape not in IN_PLACE or len(eqn.outvars) > 1:
         return origin_of_unknown(out)._replace(statistic_of=statistics)
     full, small = [], []
     for v, g, n in zip(eqn.invars, given, sizes, strict=True):
@@ -142,7 +142,7 @@ def origin_of_result(
             (full if n == size and g.varies is None else small).append(g)
     roots = union([g.roots for g in full])
     joins = len(roots) > 1
-    reshaped = shape in _HAND_ON and len(full) == 1
+    reshaped = shape in HANDS_ON and len(full) == 1
     return Origin(
         (out,) if joins or not roots else roots,
         joins,

@@ -46,12 +46,19 @@ class Shape(enum.Enum):
     OPAQUE = "opaque"  # unknown
 
 
+# The result has the elements of the operand, in the same order.
+HANDS_ON = Shape.SAME, Shape.MARK, Shape.RESHAPE
+# Each element depends only on the operands' elements at the same position.
+IN_PLACE = *HANDS_ON, Shape.ELEMENTWISE, Shape.REPEAT
+# Each element of the operands occurs exactly once in the result.
+REARRANGES = Shape.RESHAPE, Shape.REARRANGE
 # The elements of the result are elements of the operands, at fixed places.
-PARTS = (
-    *(Shape.SAME, Shape.MARK, Shape.RESHAPE),
-    *(Shape.REARRANGE, Shape.REPEAT, Shape.PART),
-)
+PARTS = *HANDS_ON, Shape.REARRANGE, Shape.REPEAT, Shape.PART
 MOVES = *PARTS, Shape.MOVE  # the places may depend on data
+# XLA computes it in its readers, so recomputing it costs no memory.
+FREE = Shape.SAME, Shape.REPEAT
+# The backward pass may recompute it, because it has no effects.
+RECOMPUTABLE = *FREE, Shape.ELEMENTWISE, Shape.RESHAPE, Shape.REDUCE
 
 
 class Traits(NamedTuple):

@@ -48,7 +48,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.typing import DTypeLike
 
 from jamp._autocast import jax_internals
-from jamp._autocast.primitives import Shape, traits_of
+from jamp._autocast.primitives import REARRANGES, traits_of
 from jamp._autocast.products import product_with
 from jamp._autocast.scope import size_of_shape
 from jamp._autocast.subjaxprs import (
@@ -245,9 +245,6 @@ def _of_distinct_rows(table: Array, rows: Array) -> Array:
 
 # ---- moving rearrangements of constants out of a loop
 
-# Each element of the operands occurs exactly once in the result.
-_REARRANGE = (Shape.RESHAPE, Shape.REARRANGE)
-
 
 def moves_taken_out(jaxpr: jc.Jaxpr) -> jc.Jaxpr:
     """Moves rearrangements of a scan's constants out of all scans of a jaxpr.
@@ -291,7 +288,7 @@ def _split(scan: jc.JaxprEqn, body: jc.Jaxpr) -> list[jc.JaxprEqn]:
     taken, left = [], []
     for eqn in body.eqns:
         operands = [v for v in eqn.invars if isinstance(v, jc.Var) and v in places]
-        moves = traits_of(eqn.primitive.name).shape in _REARRANGE
+        moves = traits_of(eqn.primitive.name).shape in REARRANGES
         if not moves or len(operands) < len(eqn.invars):
             left.append(eqn)
             continue
