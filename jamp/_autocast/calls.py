@@ -27,6 +27,8 @@ class Replacement(NamedTuple):
 
     function: Callable[..., Any]
     operands: Sequence[tuple[Any, Any]]  # each value with the dtype of its version
+    # Whether the function also returns its first operand, for later readers.
+    passes: bool = False
 
 
 _UNSHARDED = ("max", "min", "cummax", "cummin", "lgamma")

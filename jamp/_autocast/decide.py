@@ -184,7 +184,7 @@ def _with_float32_sum(case: Case) -> Replacement | None:
     is_lookup = case.name in LOOKUPS and isinstance(eqn.invars[0], jc.Var)
     if is_lookup and is_float32(eqn.invars[0]):
         function = with_lookup(eqn.primitive, tuple(sorted(eqn.params.items())))
-        return Replacement(function, [(v, half) for v in eqn.invars])
+        return Replacement(function, [(v, half) for v in eqn.invars], passes=True)
     return None
 
 

@@ -2,7 +2,7 @@
 
     y = add(dot_general(a, w), b)          y = with_bias(dot_general(a, w), b)
     scan { w c. y = dot_general(c, w) }    scan { w c. y = matmul(c, w, half of w) }
-    y = gather(t, i)                       y = with_lookup(t, i)
+    y = gather(t, i)                       y, t' = with_lookup(t, i)
     y:f32 = add(convert x, convert t)      y:f32 = add_repeated(convert x, convert t)
     scan { v w c. u = concatenate v w }    u = concatenate v w; scan { u c. }
 
@@ -16,7 +16,10 @@ rounded cotangent of the other operand, so that XLA does not store one in float3
 
 The gradient of a lookup, such as the rows of an embedding table, is a sum over all
 examples that read a row. XLA scatters half cotangents into a half array, and rounds
-after each addition. So a lookup in a half array scatters into a float32 array.
+after each addition. So a lookup in a half array scatters into a float32 array. A lookup
+also returns its array, for later readers: the logits of tied embeddings read t'. Then
+their gradient is a term of the float32 sum. XLA scatters into it, so that its matmul
+runs as soon as the cotangents of the logits are known, and these need no memory later.
 
 The gradient of a weight that all iterations of a loop share is a sum with one matmul
 per iteration. In half, separate kernels would write, read and add each matmul. XLA for
@@ -177,16 +180,17 @@ LOOKUPS = ("gather", "dynamic_slice")
 @functools.lru_cache(maxsize=256)
 def with_lookup(
     primitive: Primitive, params: tuple[tuple[str, Any], ...]
-) -> Callable[..., Array]:
+) -> Callable[..., tuple[Array, Array]]:
     """Returns a lookup in a half array whose gradient is a float32 sum.
 
+    It returns the result and the array. The sum contains the cotangents of both.
     `params` are the parameters of the `primitive`, one of `LOOKUPS`.
     """
     bind = functools.partial(primitive.bind, **dict(params))
 
     @jax.custom_jvp
-    def lookup(table: Array, *places: Array) -> Array:
-        return bind(table, *places)
+    def lookup(table: Array, *places: Array) -> tuple[Array, Array]:
+        return bind(table, *places), table
 
     def derivative(primals, tangents):
         table, *places = primals
@@ -194,8 +198,9 @@ def with_lookup(
 
         def in_float32(table):
             if rows is not None and 2 * size_of_shape(rows.shape) < len(table):
-                return _of_distinct_rows(table, rows)
-            return bind(table.astype(FLOAT32), *places).astype(table.dtype)
+                return _of_distinct_rows(table, rows), table
+            wide = table.astype(FLOAT32)
+            return bind(wide, *places).astype(table.dtype), wide.astype(table.dtype)
 
         _, tangent = jax.jvp(in_float32, (table,), tangents[:1])
         return lookup(*primals), tangent

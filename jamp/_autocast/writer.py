@@ -120,13 +120,18 @@ class Writer:
         self, eqn: jc.JaxprEqn, replacement: Replacement, results: Sequence[Value]
     ) -> bool:
         """Writes a call instead of an equation. Returns whether the types agree."""
-        function, read = replacement
+        function, read, passes = replacement
         operands = [self.read(v, dtype) for v, dtype in read]
         pairs = zip(eqn.outvars, results, strict=True)
         outvars = [self._bind(v, value) for v, value in pairs]
+        passed = [jc.Var(operands[0].aval)] if passes else []
         known = self.values.scope.cache
-        written = call(function, operands, outvars, eqn, known)
+        written = call(function, operands, [*outvars, *passed], eqn, known)
         self.eqns += written
+        (first, dtype), *_ = read
+        # A result of the jaxpr that is an input stays the input.
+        if written and passed and first not in self.values.results:
+            (self.versions[first][dtype],) = passed
         return bool(written)
 
     def emit_function(

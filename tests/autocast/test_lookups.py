@@ -118,3 +118,20 @@ def test_few_lookups_need_no_float32_table():
     scatters = equations(grad, ["scatter-add"], state)
     shapes = [(v.aval.shape, str(v.aval.dtype)) for e in scatters for v in e.outvars]
     assert shapes == [((COUNT, WIDTH), "float32"), ((10_000, WIDTH), "bfloat16")]
+
+
+def test_the_gradient_of_tied_embeddings_is_one_float32_sum():
+    """In half, the sum over the lookups would be rounded before it gets a last term."""
+    rows = 1000
+    ids = np.minimum(IDS, rows - 1)
+    x = rng.choice([0.25, 1.0, 3.0], (1, WIDTH)).astype(np.float32)
+
+    def loss_fn(p, ids, x):
+        table = p["embedding"]
+        found = (table[ids].astype(jnp.float32) * COTANGENT).sum()
+        return found + (x @ table.T).astype(jnp.float32).sum()
+
+    state = make("O5", {"embedding": np.ones((rows, WIDTH), np.float32)})
+    got = jax.jit(jamp.scaled_grad(loss_fn))(state, ids, x)["embedding"]
+    want = (summed(ids, rows) + x).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(np.float32(got), np.float32(want))
