@@ -27,7 +27,6 @@ BOUNDS = jnp.full(8, 1 - E, jnp.float32)
 TOP, LOW = np.minimum(H, 1 - np.float32(E)), np.clip(H, -1 + E, 1 - E)
 
 
-# Functions of the result of a matmul, and their values.
 # Bounds next to 1, of the result of a matmul.
 BOUNDED = {
     "clip": lambda h: jnp.clip(h, max=1 - E),

@@ -43,11 +43,6 @@ def upgraded():
         jax.config.update(flag, value)
 
 
-@pytest.fixture(autouse=True)
-def known():
-    """Clears the cache of warnings. A warning about any primitive is an error."""
-
-
 def assert_half(fn, *args, at_least=1):
     found = products(fn, *args)
     assert len(found) >= at_least

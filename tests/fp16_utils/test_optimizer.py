@@ -72,17 +72,6 @@ def test_it_is_ampstate_at_o2_bit_for_bit(tx, static):
     assert sum(bool(state.overflow) for state in seen) == (0 if static else 4)
 
 
-@pytest.mark.parametrize(
-    "where, window, growths", [("eager", 1, 4), ("jit", 2, 2), ("jit", 100, 0)]
-)
-def test_two_backward_passes_give_the_sum_for_half_and_fp32_params(
-    where, window, growths
-):
-    rule = jamp.DynamicLossScale(window=window)
-    *_, last = assert_as_amp(make(window=window), rule, data(4), where, passes=2)
-    assert last.loss_scale == 2.0 ** (16 + growths)
-
-
 @pytest.mark.parametrize("where, passes", [("jit", 2), ("scan", 3)])
 @pytest.mark.parametrize("window", [4, 5])
 def test_it_is_ampstate_with_overflows_in_any_pass(where, passes, window):

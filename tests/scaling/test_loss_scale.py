@@ -115,14 +115,6 @@ def test_update_matches_oracle_for_any_rule_without_jit(rule, flags):
     assert_same(rule, states, run_oracle(rule, flags)[-1:])
 
 
-def test_scale_doubles_on_the_2000th_clean_step():
-    states = run(jamp.DynamicLossScale(), np.ones(4001, bool))
-    around = np.array([1998, 1999, 3998, 3999])
-    scales, unskipped = (x[around] for x in states[:2])
-    assert scales.tolist() == [2.0**16, 2.0**17, 2.0**17, 2.0**18]
-    assert unskipped.tolist() == [1999, 0, 1999, 0]
-
-
 @pytest.mark.parametrize("before", [1, 2, 4])
 @pytest.mark.parametrize("skipped", [0, 1, 2, 3])
 def test_hysteresis_counts_the_row_of_overflows_whatever_rule_began_it(before, skipped):
