@@ -210,10 +210,10 @@ def cost_of(name: str, mode: str, ours: bool, target: str) -> Measured:
 
 def digest(lowered: Any, target: str) -> str:
     """Returns equal keys for equal programs with equal compilers and counts."""
-    counter = tpu if target == "v5e" else hlo
-    counted = pathlib.Path(counter.__file__).read_text()
+    counters = (tpu, hlo) if target == "v5e" else (hlo,)
+    counted = [pathlib.Path(counter.__file__).read_text() for counter in counters]
     options = (jax.__version__, str(target == "v5e"), str(h200.CHEAP))
-    parts = ("no copies", *options, counted, lowered.as_text())
+    parts = ("no copies", *options, *counted, lowered.as_text())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 

@@ -3,7 +3,7 @@
 `benchmarks.lean` documents and prints the comparison of 15 architectures, 11 losses and
 18 forms of attention and loops. These tests have the bounds. The suite compiles two
 models, because each takes 20 seconds. `make budgets` compiles all, and `make tpu`
-fifteen for a TPU v5e.
+seventeen for a TPU v5e.
 """
 
 from typing import NamedTuple
@@ -43,8 +43,8 @@ EXCEPTIONS = {
     # Its gradients are summed over the steps in float32 (1.042).
     ("lstm", "O2"): Bound(1.02, 1.05),
     # It moves 0.80 of the bytes, but XLA packs its arrays less tightly. The gradient of
-    # its embedding sums in float32 (1.078).
-    ("gpt2-scan", "O2"): Bound(0.81, 1.08),
+    # its embedding sums in float32 (1.066).
+    ("gpt2-scan", "O2"): Bound(0.81, 1.07),
     # The kernels are the same, but XLA packs an array of 23 MB elsewhere (1.005).
     ("llama", "fused O2"): Bound(1.003, 1.006),
     # XLA steps ten of its kernels in two fusions each, with copies (1.011 and 1.010).
@@ -103,43 +103,48 @@ LOSS = dict.fromkeys(UNTIED, Bound(1.001, 1.001, 1.25)) | {
 # On a TPU v5e.
 ON_TPU = {
     "widest": Bound(1.10, 1.10),
-    "narrowest": Bound(1.05, 1.05),
-    "O5": Bound(1.02, 1.02),
+    "narrowest": Bound(1.02, 1.02),
+    # XLA steps a weight of the model by hand in the kernel of its gradient. The check
+    # needs all gradients first, so jamp writes and reads them: BERT moves 0.17 of 5.6
+    # GB more.
+    "O5": Bound(1.035, 1.02),
 }
 # At widest, embedding tables or a class token are float32, so torch's rules make the
-# stream float32. By hand with a float32 stream, the ratios are at most 1.02 and 1.04.
+# stream float32. With a float32 stream by hand, bert-heads moves 1.01 of the bytes.
 EXCEPTIONS_ON_TPU = {
-    ("vit", "widest"): Bound(1.03, 1.12),  # 1.015 and 1.109, 0.899 and 0.979
-    ("gpt2-scan", "widest"): Bound(1.15, 1.13),  # 1.142 and 1.115, 1.020 and 0.999
-    # A loop saves no scores, so XLA stores the exponentials of its forward pass in
-    # float32, 0.2 of 8.0 GB. With a barrier on the scores, it moves 1.18 of the bytes.
-    ("gpt2-scan", "O5"): Bound(1.03, 1.02),  # 1.027 and 1.000
-    ("llama", "widest"): Bound(1.10, 1.14),  # 1.089 and 1.128, 0.997 and 1.035
-    # The live bytes are equal (3.103 GB at the peak), but XLA packs them less tightly.
-    ("llama", "O5"): Bound(1.02, 1.04),  # 0.987 and 1.031
-    ("linen", "widest"): Bound(1.10, 1.18),  # 1.042 and 1.173, 0.974 and 0.976
-    # At the peak, a cotangent (25 of 300 MB) is in main memory. By hand, it is in VMEM.
-    ("linen", "O5"): Bound(1.02, 1.07),  # 1.010 and 1.056
-    ("gpt2-wide", "widest"): Bound(1.15, 1.06),  # 1.137 and 1.046, 0.982 and 0.974
-    ("vit-plain", "widest"): Bound(1.15, 1.26),  # 1.135 and 1.241, 0.962 and 1.001
+    ("vit", "widest"): Bound(1.12, 1.12),  # 1.112 and 1.110
+    ("vit-matmul", "widest"): Bound(1.22, 1.22),  # 1.208 and 1.203
+    ("vit-plain", "widest"): Bound(1.11, 1.26),  # 1.099 and 1.241
+    ("gpt2-scan", "widest"): Bound(1.09, 1.13),  # 1.080 and 1.115
+    ("gpt2-heads", "widest"): Bound(1.13, 1.13),  # 1.119 and 1.116
+    ("llama", "widest"): Bound(1.07, 1.14),  # 1.061 and 1.128
+    ("linen", "widest"): Bound(1.21, 1.19),  # 1.196 and 1.173
+    ("bert", "widest"): Bound(1.12, 1.10),  # 1.110 and 1.088
+    ("bert-heads", "widest"): Bound(1.29, 1.09),  # 1.271 and 1.072
+    # A batch of 64, whose gelus have a barrier, as in ViT (50 MB per block).
+    ("bert-short", "widest"): Bound(1.19, 1.22),  # 1.170 and 1.203
+    ("bert-short", "narrowest"): Bound(1.02, 1.16),  # 0.874 and 1.149
     # All axes of the gelus have over 32 elements, so they have a barrier, and XLA saves
     # their results (79 MB per block).
-    ("vit-plain", "narrowest"): Bound(1.02, 1.09),  # 0.943 and 1.075
-    ("vit-plain", "O5"): Bound(1.02, 1.09),  # 0.919 and 1.076
-    # The head adds its bias and keeps its cotangents in float32 (0.1 GB), and XLA
-    # copies more into VMEM (0.13 GB).
-    ("bert", "O5"): Bound(1.03, 1.02),  # 1.022 and 1.009
-    ("bert-sure", "narrowest"): Bound(1.08, 1.06),  # 1.066 and 1.051
-    ("bert-sure", "O5"): Bound(1.05, 1.04),  # 1.040 and 1.033
-    # XLA also reads the scores once more, to sum their softmax (67 MB per layer).
-    ("bert-heads", "O5"): Bound(1.07, 1.02),  # 1.064 and 1.006
-    # A batch of 64, whose gelus have a barrier, as in ViT (50 MB per block).
-    ("bert-short", "widest"): Bound(0.97, 1.21),  # 0.960 and 1.202
-    ("bert-short", "narrowest"): Bound(0.98, 1.13),  # 0.975 and 1.120
-    ("bert-short", "O5"): Bound(0.98, 1.17),  # 0.971 and 1.153
+    ("vit-plain", "narrowest"): Bound(1.02, 1.09),  # 0.915 and 1.075
+    ("vit-matmul", "narrowest"): Bound(1.02, 1.09),  # 0.937 and 1.078
+    ("vit-plain", "O5"): Bound(1.02, 1.04),  # 0.961 and 1.027
+    ("vit-matmul", "O5"): Bound(1.02, 1.04),  # 0.965 and 1.030
+    # The live bytes are 1.02 at the peak. XLA packs them less tightly.
+    ("bert-sure", "narrowest"): Bound(1.02, 1.06),  # 1.003 and 1.051
+    # The live bytes are fewer (471 for 496 MB at the peak).
+    ("gpt2-heads", "O5"): Bound(1.04, 1.14),  # 1.030 and 1.128
+    # XLA stores the exponentials of its forward pass in float32. A loop counts once, so
+    # the check weighs more than in GPT-2.
+    ("gpt2-scan", "narrowest"): Bound(1.03, 1.02),  # 1.022 and 0.964
+    ("gpt2-scan", "O5"): Bound(1.16, 1.02),  # 1.147 and 1.004, unchecked 1.042, 1.004
+    # The check: XLA keeps half gradients until the end, and fewer activations in VMEM.
+    ("mixer", "O5"): Bound(1.22, 1.13),  # 1.209 and 1.123, unchecked 0.989, 1.000
+    ("resnet50", "O5"): Bound(1.02, 1.13),  # 1.010 and 1.117, unchecked 1.000, 1.000
+    ("linen", "O5"): Bound(1.19, 1.02),  # 1.176 and 0.997, unchecked 1.041, 1.056
 }
 BERTS = ("bert", "bert-sure", "bert-heads", "bert-short")
-WORST = ("gpt2-wide", "vit-plain")  # of `lean_cases.VARIANTS`
+WORST = ("gpt2-heads", "gpt2-wide", "vit-matmul", "vit-plain")  # of the variants
 TPU_NAMES = ("gpt2", "gpt2-scan", "vit", "convnext", "unet", "llama", "linen")
 TPU_NAMES += ("resnet50", "mixer", *WORST, *BERTS)
 SAMPLE = [("gpt2", "widest"), ("vit", "O5")]
