@@ -110,7 +110,7 @@ FORMS = {
     for mask in ("each", "one")
 } | {
     f"attention-{form}": text(lean_forms.Encoder(form), 16, 512)
-    for form in ("jax", "biased", "capped", "sunk")
+    for form in ("jax", "biased", "capped", "keys", "heads", "sunk")
 }
 FORMS |= {
     f"{cell}-{form}": text(lean_forms.Recurrent(form, cell == "gru"), 64, 64)

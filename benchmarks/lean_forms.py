@@ -55,6 +55,13 @@ def sunk(module: nn.Module, scores: Array) -> Array:
     return weights / (weights.sum(-1, keepdims=True) + jnp.exp(sink - most))
 
 
+def scaled(module: nn.Module, scores: Array, of_keys: bool) -> Array:
+    """Multiplies the weights by a learned scale for each key, or for each head."""
+    shape = scores.shape[-1:] if of_keys else (HEADS, 1, 1)
+    scale = module.param("scale", nn.initializers.ones, shape)
+    return jax.nn.softmax(scores) * scale.astype(scores.dtype)
+
+
 class Written(nn.Module):
     """Self-attention by hand, or by `jax.nn` without a `drop`."""
 
@@ -103,6 +110,12 @@ FORMS = {
     "jax": functools.partial(Written, None),
     "biased": functools.partial(Written, by_where, weigh=biased),
     "capped": functools.partial(Written, by_where, weigh=capped),
+    "keys": functools.partial(
+        Written, by_where, weigh=functools.partial(scaled, of_keys=True)
+    ),
+    "heads": functools.partial(
+        Written, by_where, weigh=functools.partial(scaled, of_keys=False)
+    ),
     "sunk": functools.partial(Written, by_where, weigh=sunk),
 }
 

@@ -17,7 +17,7 @@ alone, and adds the bias in each kernel that reads it.
 The backward pass reads saved sums and maxima, which are small. But XLA for GPUs
 computes the rows of a softmax in one kernel, from the scores to the result, and with
 dropout, a cap or a bias too. With saved sums, it would read the scores three times. So
-a GPU recomputes them in such a kernel.
+a GPU recomputes the sums of rows that fit such a kernel.
 """
 
 import heapq
@@ -33,7 +33,7 @@ from jamp._autocast.graph import (
     Graph,
     Region,
     checkpoint,
-    fuses_rows,
+    fit_one_kernel,
     has_costly,
     inputs_of,
     is_costly,
@@ -67,7 +67,7 @@ def checkpoint_islands(jaxpr: jc.Jaxpr, jaxprs: dict[Any, Any], loop: bool) -> j
             eqns = [jaxpr.eqns[i] for i in sorted(island.members)]
             (result,) = jaxpr.eqns[end].outvars
             large = filter(is_float, variables_in(inputs_of(eqns), size_of(result)))
-            in_rows = fuses_rows(eqns, size_of(result))
+            in_rows = fit_one_kernel(eqns, result)
             has_barrier = False
             if dtype_of(result) in HALF_DTYPES:
                 eqns, has_barrier = with_softmax(eqns, graph, jaxprs)

@@ -1,7 +1,7 @@
 """Test that steps move few more bytes than models written in half.
 
 `benchmarks.lean` documents and prints the comparison of 15 architectures, 11 losses and
-18 forms of attention and loops. These tests have the bounds. The suite compiles two
+20 forms of attention and loops. These tests have the bounds. The suite compiles two
 models, because each takes 20 seconds. `make budgets` compiles all, and `make tpu`
 seventeen for a TPU v5e.
 """
