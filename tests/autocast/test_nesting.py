@@ -188,3 +188,15 @@ def test_the_advice_of_the_warning_works(rule, dtype):
     (call,) = equations(cast, ["opaque"], W)  # a warning would be an error
     assert [str(v.aval.dtype) for v in call.invars] == [dtype]
     np.testing.assert_allclose(cast(W), is_opaque(W), atol=1e-2)
+
+
+def test_jit_without_results_in_a_loop():
+    # JAX leaves such a call where it transposes a program with `jnp.resize`.
+    empty = jax.jit(lambda: ())
+
+    def step(carry, _):
+        empty()
+        return jnp.tanh(carry @ carry), None
+
+    fn = jamp.autocast(lambda x: lax.scan(step, x, None, length=2)[0], "float16")
+    assert jnp.isfinite(fn(jnp.ones((2, 2)))).all()

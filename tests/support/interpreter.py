@@ -13,11 +13,15 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 CALLS = frozenset("jit remat2 closed_call custom_jvp_call custom_vjp_call".split())
 
 
-def interpreted(fn: Callable, *args: Any) -> list[Any]:
-    """Calls `fn` and returns the leaves of its result."""
+def interpreter(fn: Callable, *args: Any) -> Callable[..., list[Any]]:
+    """Traces `fn` once. Returns a function from such arguments to its leaves."""
     traced = jax.make_jaxpr(fn)(*args)
-    with np.errstate(all="ignore"):
-        return _run(traced.jaxpr, traced.consts, jax.tree.leaves(args))
+
+    def run(*args):
+        with np.errstate(all="ignore"):
+            return _run(traced.jaxpr, traced.consts, jax.tree.leaves(args))
+
+    return run
 
 
 def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
@@ -64,6 +68,7 @@ def _loop(params: dict[str, Any], body: Jaxpr, ins: list[Any]) -> list[Any]:
 
 
 # ---- operations that NumPy rounds like XLA, which would compile each shape
+# Matmuls and sums have float32 terms, in another order than XLA's.
 
 
 def _elementwise(fn: Callable) -> Callable:
@@ -86,10 +91,44 @@ def _reshape(eqn: JaxprEqn, x: np.ndarray) -> np.ndarray:
     return x.reshape(eqn.outvars[0].aval.shape)
 
 
+def _ratio(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    return np.trunc(x / y) if x.dtype.kind in "iu" else x / y
+
+
+def _reduction(fn: Callable) -> Callable:
+    return lambda eqn, x: fn(_wide(x), axis=eqn.params["axes"]).astype(_dtype(eqn))
+
+
+def _matmul(eqn: JaxprEqn, lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
+    contracted, batch = (
+        list(zip(*x, strict=True)) for x in eqn.params["dimension_numbers"]
+    )
+    left, right = np.arange(lhs.ndim), np.arange(rhs.ndim) + lhs.ndim
+    for i, j in contracted + batch:
+        right[j] = left[i]
+    free = [*np.setdiff1d(left, right), *np.setdiff1d(right, left)]
+    names = [*(left[i] for i, _ in batch), *free]
+    out = np.einsum(_wide(lhs), left, _wide(rhs), right, names, optimize=True)
+    return out.astype(_dtype(eqn))
+
+
+def _iota(eqn: JaxprEqn) -> np.ndarray:
+    return np.indices(eqn.params["shape"])[eqn.params["dimension"]].astype(_dtype(eqn))
+
+
+def _dtype(eqn: JaxprEqn) -> np.dtype:
+    return eqn.outvars[0].aval.dtype
+
+
+def _wide(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float32) if x.dtype.name in HALVES else x
+
+
 def _select(eqn: JaxprEqn, which: np.ndarray, *cases: np.ndarray) -> np.ndarray:
     return np.choose(which, cases)
 
 
+HALVES = frozenset(("float16", "bfloat16"))
 ELEMENTWISE = {
     "add": np.add,
     "add_any": np.add,
@@ -97,6 +136,13 @@ ELEMENTWISE = {
     "mul": np.multiply,
     "max": np.maximum,
     "min": np.minimum,
+    "div": _ratio,
+    "sqrt": np.sqrt,
+    "square": np.square,
+    "floor": np.floor,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "not": np.invert,
     "neg": np.negative,
     "abs": np.abs,
     "eq": np.equal,
@@ -114,5 +160,9 @@ IN_NUMPY = {name: _elementwise(fn) for name, fn in ELEMENTWISE.items()} | {
     "slice": _slice,
     "select_n": _select,
     "concatenate": lambda eqn, *ins: np.concatenate(ins, eqn.params["dimension"]),
+    "dot_general": _matmul,
+    "reduce_sum": _reduction(np.sum),
+    "reduce_max": _reduction(np.max),
+    "iota": _iota,
     "transpose": lambda eqn, x: x.transpose(eqn.params["permutation"]),
 }

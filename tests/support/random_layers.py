@@ -301,15 +301,27 @@ def named(arrays: Sequence[Array]) -> Data:
     return Data(**dict(zip(MAKERS, arrays, strict=True)))
 
 
-def layer_program(seed: int) -> Callable[..., list[Array]]:
-    """Returns a function from all data to the results of the last two steps."""
+def layer_program(seed: int, own_rules: bool = True) -> Callable[..., list[Array]]:
+    """Returns a function from all data to the results of the last two steps.
+
+    Without `own_rules`, JAX differentiates the functions in it that have rules.
+    """
     steps, start = program(seed, OPS), STARTS[seed // 2 % len(STARTS)]
+    steps = steps if own_rules else without_rules(steps)
 
     def fn(*arrays):
         data = named(arrays)
         return run(steps, [data.x, getattr(data, start)], arrays)[-2:]
 
     return fn
+
+
+def without_rules(steps: Sequence[Step]) -> tuple[Step, ...]:
+    plain = {"custom_jvp": "plain", "custom_vjp": "plain"}
+    return tuple(
+        Step(plain.get(s.op, s.op), s.left, s.right, without_rules(s.inside))
+        for s in steps
+    )
 
 
 def run(steps: Sequence[Step], values: list[Array], arrays: Sequence[Array]):
@@ -319,7 +331,7 @@ def run(steps: Sequence[Step], values: list[Array], arrays: Sequence[Array]):
         c = values[step.right % len(values)]
         if step.inside:
             inner = lambda a, c, *d, s=step: run(s.inside, [c, a], d)[-1]  # noqa: E731
-            values.append(WRAPPERS[step.op](inner)(a, c, *arrays))
+            values.append((AROUND | WRAPPERS)[step.op](inner)(a, c, *arrays))
         else:
             values.append((LAYERS | HAZARDS)[step.op](a, c, named(arrays)))
     return values
