@@ -19,7 +19,14 @@ from jax.extend import core as jc
 from jamp._autocast.barriers import is_kept, is_reduction, with_barriers, with_kept_sums
 from jamp._autocast.calls import checkpointed
 from jamp._autocast.primitives import RECOMPUTABLE, primitive_name, traits_of
-from jamp._autocast.scope import Atom, dtype_of, is_float, shape_of, size_of
+from jamp._autocast.scope import (
+    Atom,
+    dtype_of,
+    is_float,
+    shape_of,
+    size_of,
+    size_of_shape,
+)
 from jamp._autocast.subjaxprs import (
     Kind,
     once_per_jaxpr,
@@ -221,7 +228,7 @@ def fit_one_kernel(eqns: Sequence[jc.JaxprEqn], result: jc.Var) -> bool:
         if is_reduction(eqn) and variables_in(eqn.invars, size):
             if eqn.params.get("axes") != (len(shape) - 1,):
                 return False
-    return _ROW in steps.values() and shape[-1] <= _LONGEST
+    return _ROW in steps.values() and size_of_shape(shape[-1:]) <= _LONGEST
 
 
 def may_be_inside(eqn: jc.JaxprEqn) -> bool:
