@@ -79,6 +79,7 @@ _ELSEWHERE = {
     "GradScaler": "Write jamp.scaled_value_and_grad(loss_fn)(state, ...).",
     "DynamicScale": "Pass loss_scale=jamp.DynamicLossScale(...) to jamp.initialize.",
     "Policy": "Pass opt_level to jamp.initialize; jamp.Properties has its properties.",
+    "compare": "It is jamp.diagnostics.compare.",
     "amp": "jamp has amp's functions itself: jamp.initialize, jamp.scale_loss.",
 }
 _LATE = ("diagnostics", "fp16_utils", "nnx")

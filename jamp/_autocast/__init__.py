@@ -2,6 +2,6 @@
 
 This package may import `_core` and the device capabilities of `pallas_kernels`.
 `primitives` has the table of operations, `lists` the user's additions to it, and
-`frames` finds the programs in an equation. `reduction` rewrites gradient programs for
+`subjaxprs` finds the jaxprs in an equation. `reduction` rewrites gradient programs for
 `reduce_dtype`. README.md describes the passes.
 """

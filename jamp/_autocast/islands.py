@@ -42,7 +42,7 @@ from jamp._autocast.graph import (
     variables_in,
     with_bias_sums,
 )
-from jamp._autocast.primitives import FREE, primitive_name, traits_of
+from jamp._autocast.primitives import FREE, follows_operands, primitive_name, traits_of
 from jamp._autocast.scope import dtype_of, is_float, shape_of, size_of
 from jamp._autocast.softmax import with_softmax
 from jamp._autocast.sums import joined
@@ -147,21 +147,29 @@ def _is_carried(graph: Graph, place: int) -> bool:
 def _with_rounded(
     eqns: Sequence[jc.JaxprEqn], result: jc.Var, jaxprs: dict[Any, Any]
 ) -> list[jc.JaxprEqn]:
-    """Rounds the cotangents of the large values that an island joins with small inputs.
+    """Rounds the cotangents of half values that an island joins with small inputs.
 
     The gradient of a small input, such as a bias of scores, is a sum over such a
-    cotangent. XLA would store it in float32 for the sum, and in half for the large
-    input.
+    cotangent. XLA would store it in float32 for the sum, and in half for the half
+    value. After an exponential or a sum, a value is float32 and its cotangent may be
+    beyond half's range.
     """
     size, rounding, written = size_of(result), joined(dtype_of(result)), []
-    small = {v for v in inputs_of(eqns) if size_of(v) < size}
+    inputs = inputs_of(eqns)
+    small = {v for v in inputs if size_of(v) < size}
+    half = {v for v in inputs if dtype_of(v) in HALF_DTYPES} - small
     for eqn in eqns:
-        read = variables_in(eqn.invars)
+        read, name = variables_in(eqn.invars), primitive_name(eqn)
         added = [v for v in read if v in small and dtype_of(v) == FLOAT32]
-        if read and small.issuperset(read):
+        others = [v for v in read if v not in small]
+        if read and not others:
             small.update(eqn.outvars)
-            added = []
-        written += followed(eqn, rounding, added, jaxprs) if added else [eqn]
+        elif half.issuperset(others) and follows_operands(name):
+            if added:
+                written += followed(eqn, rounding, added, jaxprs)
+                continue
+            half.update(eqn.outvars)
+        written.append(eqn)
     return written
 
 

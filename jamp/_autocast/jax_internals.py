@@ -1,8 +1,8 @@
 """Wraps the undocumented parts of JAX that autocast uses, one function for each.
 
 The docstring of a function states the behavior of JAX that it relies on. The tests of
-autocast check this behavior on the oldest and the newest supported JAX. Besides this
-file, `calls`, `derivatives`, `frames`, `hijax` and `pins` use undocumented parts.
+autocast check this behavior on the oldest and the newest supported JAX. `calls`,
+`derivatives`, `subjaxprs`, `hijax` and `barriers` also use undocumented parts.
 """
 
 import functools

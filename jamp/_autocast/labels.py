@@ -28,6 +28,7 @@ from jamp._autocast.scope import (
     size_of,
     size_of_shape,
 )
+from jamp._autocast.sums import as_indices
 
 _LARGEST = 2**22  # larger index arrays are not evaluated
 
@@ -60,7 +61,7 @@ def _label(
         (x, indices), taken = primals, label(*primals)
         places = indices[..., options["dimension_numbers"].start_index_map.index(axis)]
         rows = [1 if i == axis else n for i, n in enumerate(x.shape)]
-        places = places.astype(jnp.promote_types(places.dtype, jnp.int32)).reshape(rows)
+        places = as_indices(places).reshape(rows)
         if options["mode"] is lax.GatherScatterMode.CLIP:
             places = jnp.clip(places, 0, x.shape[axis] - 1)
         is_label = lax.broadcasted_iota(places.dtype, x.shape, axis) == places

@@ -2,7 +2,7 @@
 
 A row has a rule, and lines of `words: names`. The words are the traits of a primitive.
 The passes read only these traits. A primitive without a row is opaque. To add a
-primitive, add its name to a line. Primitives that contain programs are in `frames`.
+primitive, add its name to a line. Primitives that contain jaxprs are in `subjaxprs`.
 
 The table follows apex/amp/lists and torch's autocast lists. It generates
 `docs/autocast_lists.md`.
@@ -218,6 +218,12 @@ _TRAITS = {
     for row in ROWS
     for name, traits in zip(row.primitives, row.traits, strict=True)
 }
+_FOLLOWING = {
+    name
+    for row in ROWS
+    for name in row.primitives
+    if row.rule in (Rule.PROMOTE, Rule.MOVE)
+}
 
 
 def primitive_name(eqn: Any) -> str:
@@ -267,3 +273,10 @@ def is_listed(primitive: str) -> bool:
 def traits_of(primitive: str) -> Traits:
     """Returns the traits of a primitive."""
     return _TRAITS.get(primitive, _OPAQUE)
+
+
+def follows_operands(primitive: str) -> bool:
+    """Returns whether a result of half operands is half, unlike an exponential's."""
+    shape = traits_of(primitive).shape
+    follows = primitive in _FOLLOWING and shape is not Shape.REDUCE
+    return follows or shape in HANDS_ON

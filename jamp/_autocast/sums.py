@@ -194,7 +194,8 @@ def with_lookup(
 
     def derivative(primals, tangents):
         table, *places = primals
-        rows = _rows(table, places[0], **dict(params)) if len(places) == 1 else None
+        gathers = primitive.name == "gather"
+        rows = _rows(table, *places, **dict(params)) if gathers else None
 
         def in_float32(table):
             if rows is not None and 2 * size_of_shape(rows.shape) < len(table):
@@ -224,10 +225,15 @@ def _rows(table: Array, places: Array, **params: Any) -> Array | None:
         *(numbers.start_index_map, numbers.operand_batching_dims),
     ):
         return None
-    rows = places[..., 0]
+    rows = as_indices(places[..., 0])
     if params["mode"] == jax.lax.GatherScatterMode.CLIP:
         return jnp.clip(rows, 0, n - 1)
     return jnp.where((rows >= 0) & (rows < n), rows, n)
+
+
+def as_indices(x: Array) -> Array:
+    """Casts integers of few bits, which cannot count the rows of a large array."""
+    return x if x.dtype.itemsize >= 4 else x.astype(jnp.int32)
 
 
 def _of_distinct_rows(table: Array, rows: Array) -> Array:

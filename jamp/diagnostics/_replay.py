@@ -107,9 +107,9 @@ def _run(program: jc.Jaxpr, values: list[Value], context: Context, whole: bool) 
 
 
 def _run_equation(site: Site, read: list[Value], whole: bool) -> _Run:
-    frames = subjaxprs_of(site.eqn)
-    kind = frames[0].kind if frames else Kind.MAP
-    if kind is Kind.MAP or frames[-1].trips == 0:
+    subs = subjaxprs_of(site.eqn)
+    kind = subs[0].kind if subs else Kind.MAP
+    if kind is Kind.MAP or subs[-1].trips == 0:
         is_move = moves(site.eqn) and bool(read)
         outs = _results(site, read, read[0].maker if is_move else site)
         yield Event(site, read, outs, is_move)
@@ -117,7 +117,7 @@ def _run_equation(site: Site, read: list[Value], whole: bool) -> _Run:
     if kind is Kind.LOOP:
         return (yield from _run_loop(site, read, whole))
     number = int(read.pop(0).array) if kind is Kind.BRANCH else 0
-    return (yield from _run(frames[number].jaxpr, read, site.inside(), whole))
+    return (yield from _run(subs[number].jaxpr, read, site.inside(), whole))
 
 
 def _results(site: Site, read: list[Value], maker: Site | None) -> list[Value]:

@@ -400,3 +400,21 @@ def test_a_gpu_recomputes_sums_only_in_rows_that_fit_a_kernel(
     grads = jax.grad(jamp.autocast(loss, jnp.bfloat16))
     text = str(jax.make_jaxpr(grads)(x, w, jnp.ones((32, length), bool), scale))
     assert ("jamp_sum" in text) == recomputes
+
+
+@pytest.mark.parametrize("shift", [20.0, -20.0])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_cotangents_of_exponentials_are_float32(shift, scaled):
+    """Exponentials of shifted scores are e**20 times smaller or larger than 1."""
+
+    def loss(w, t, x):
+        e = jnp.exp(x @ w + shift)
+        e, total = (e * t, 0.0) if scaled else (e, jnp.exp(t + shift))
+        return ((e / (e.sum(-1, keepdims=True) + total)) @ x[:8]).std()
+
+    x = jax.random.normal(jax.random.key(0), (16, 8))
+    w, t = jnp.eye(8), jnp.ones(8) if scaled else jnp.ones((16, 1))
+    want = jax.grad(loss, (0, 1))(w, t, x)
+    got = jax.grad(lambda *a: 64 * jamp.autocast(loss)(*a), (0, 1))(w, t, x)
+    for a, b in zip(got, want, strict=True):
+        assert jnp.linalg.norm(a / 64 - b) < 0.02 * jnp.linalg.norm(b)

@@ -135,3 +135,28 @@ def test_the_gradient_of_tied_embeddings_is_one_float32_sum():
     got = jax.jit(jamp.scaled_grad(loss_fn))(state, ids, x)["embedding"]
     want = (summed(ids, rows) + x).astype(jnp.bfloat16)
     np.testing.assert_array_equal(np.float32(got), np.float32(want))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint16", "int32", "uint32"])
+@pytest.mark.parametrize("rows", [100, 256, 300])
+@pytest.mark.parametrize("mode", ["fill", "clip"])
+def test_ids_may_have_few_bits(dtype, rows, mode):
+    ids = jnp.array([7, 9, 99, 7], dtype)
+    loss_fn = lambda p, ids: jnp.take(p["e"], ids, 0, mode=mode).sum()  # noqa: E731
+    state = make("O5", {"e": jnp.ones((rows, 4))})
+    got = jax.jit(jamp.scaled_grad(loss_fn))(state, ids)["e"][:, 0]
+    want = np.zeros(rows)
+    np.add.at(want, [7, 9, 99, 7], 1)
+    np.testing.assert_array_equal(np.float32(got), want)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_slice_of_a_vector_has_a_gradient(level):
+    state = make(level, {"b": jnp.arange(1.0, 9.0)}, loss_scale=1.0)
+    for loss_fn in (
+        lambda p, i: p["b"][i],
+        lambda p, i: jax.lax.dynamic_slice(p["b"], (i,), (1,)).sum(),
+        lambda p, i: jnp.roll(p["b"], i)[6],
+    ):
+        got = jax.jit(jamp.scaled_grad(loss_fn))(state, jnp.int32(3))["b"]
+        np.testing.assert_array_equal(got, np.arange(8) == 3)
