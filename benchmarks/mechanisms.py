@@ -62,6 +62,14 @@ def _without_copies(original: Function) -> Function:
     return lambda numbers, first, copies: original(numbers, first, 0)
 
 
+def _without_carries(original: Function) -> Function:
+    def init(case, values, eqn, name, rule, given):
+        given = [value._replace(carried=False) for value in given]
+        original(case, values, eqn, name, rule, given)
+
+    return init
+
+
 def _without_barrier(original: Function) -> Function:
     return lambda graph, region, eqns, _, *args: original(
         graph, region, eqns, (), *args
@@ -153,8 +161,8 @@ MECHANISMS = {
     ),
     "lookups": Mechanism(
         "The gradient of a lookup in a half array is a float32 sum.",
-        "case.Case.looks_up",
-        _never,
+        "decide.LOOKUPS",
+        lambda original: (),
     ),
     "numbers": Mechanism(
         "An operation that does not round keeps the digits of its numbers.",
@@ -183,7 +191,7 @@ MECHANISMS = {
     ),
     "sums recomputed": Mechanism(
         "A GPU recomputes the sums of a softmax, in one kernel with its cotangents.",
-        "islands.fuses_rows",
+        "islands.fit_one_kernel",
         _gives(False),
     ),
     "small inputs": Mechanism(
@@ -228,8 +236,8 @@ MECHANISMS = {
     ),
     "float32 carries": Mechanism(
         "A sum with a float32 carry of a scan is float32.",
-        "case.Case._reads_carry",
-        _gives(False),
+        "case.Case.__init__",
+        _without_carries,
     ),
     "quantized once": Mechanism(
         "An operand of several matmuls is quantized once (O6).",

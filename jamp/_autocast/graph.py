@@ -182,7 +182,7 @@ def fuses_rows(eqns: Sequence[jc.JaxprEqn], size: int) -> bool:
     return _ROW in _steps(eqns, size).values()
 
 
-_ROW = 4
+_ROW = 4  # the last step
 
 
 def _steps(eqns: Sequence[jc.JaxprEqn], size: int) -> dict[Atom, int]:
@@ -218,11 +218,10 @@ def fit_one_kernel(eqns: Sequence[jc.JaxprEqn], result: jc.Var) -> bool:
     scales = {v for v in scales if shape_of(v)[-1:] == shape[-1:]}
     for eqn in eqns:
         read = variables_in(eqn.invars)
+        multiplies = traits_of(primitive_name(eqn)).reads_operands
         if read and scales.issuperset(read):
             scales.update(eqn.outvars)
-        elif traits_of(primitive_name(eqn)).reads_operands and scales.intersection(
-            read
-        ):
+        elif multiplies and scales.intersection(read):
             if _ROW in [steps.get(v) for v in read]:
                 return False
         if is_reduction(eqn) and variables_in(eqn.invars, size):
