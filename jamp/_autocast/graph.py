@@ -214,14 +214,19 @@ def fit_one_kernel(eqns: Sequence[jc.JaxprEqn], result: jc.Var) -> bool:
     """
     size, shape = size_of(result), shape_of(result)
     steps = _steps(eqns, size)
-    scales = {v for v in inputs_of(eqns) if is_float(v) and size_of(v) < size}
-    scales = {v for v in scales if shape_of(v)[-1:] == shape[-1:]}
+    # Maps small floats to whether they differ along the rows.
+    differ = {v: False for v in inputs_of(eqns) if is_float(v) and size_of(v) < size}
     for eqn in eqns:
         read = variables_in(eqn.invars)
         multiplies = traits_of(primitive_name(eqn)).reads_operands
-        if read and scales.issuperset(read):
-            scales.update(eqn.outvars)
-        elif multiplies and scales.intersection(read):
+        if read and differ.keys() >= set(read):
+            along = any(differ[v] for v in read)
+            if eqn.primitive.name == "broadcast_in_dim":
+                axis, *_ = eqn.params["broadcast_dimensions"][-1:] or (-1,)
+                ends = axis == len(shape_of(eqn.outvars[0])) - 1
+                along = ends and shape_of(read[0])[-1] != 1
+            differ.update(dict.fromkeys(eqn.outvars, along))
+        elif multiplies and any(differ.get(v) for v in read):
             if _ROW in [steps.get(v) for v in read]:
                 return False
         if is_reduction(eqn) and variables_in(eqn.invars, size):
