@@ -26,6 +26,7 @@ from jamp._scaling import mapped_axis
 from jamp._scaling.loss import find_loss_scale, grad_of_product
 from jamp._scaling.rules import HasLossScales, check_state, current_scale, unscale_tree
 from jamp._scaling.unscaled import nan_unless
+from pallas_kernels import computed_once
 
 _CALL = "jamp.scaled_value_and_grad(loss_fn)(state, ...)"
 _CALLED = (
@@ -184,6 +185,7 @@ class ScaledGrad:
                 each.append(check(leaves, scale) if check else all_finite(divided[key]))
             finite = functools.reduce(jnp.logical_and, each)
             finite &= mapped_axis.alike(lax.is_finite(loss), finite)
+            finite = computed_once(finite)  # a CPU would repeat it in each leaf's step
             if self.axis_name is not None:
                 finite = mapped_axis.agreed(finite, scale, self.axis_name)
         every, raw = [[x for xs in y.values() for x in xs] for y in (divided, own)]

@@ -50,6 +50,24 @@ def test_all_gradients_are_nan_and_the_step_is_skipped(level, tx):
         jamp.check(after, max_consecutive_skips=4)
 
 
+@pytest.mark.standard_promotion
+def test_a_cpu_checks_a_loss_once():
+    # Otherwise, each kernel that steps a leaf computes the loss and its check again.
+    def loss_fn(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.square(x).mean()
+
+    @jax.jit
+    def step(state, x):
+        loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, x)
+        return state.apply_gradients(grads=grads), loss
+
+    state = make("O4", 6 * [jnp.eye(64)], optax.adam(1e-3))
+    text = step.lower(state, jnp.ones((8, 64))).compile().as_text()
+    assert 1 <= text.count(" is-finite(") <= 2  # 25 before
+
+
 @pytest.mark.parametrize("rule", [128.0, jamp.StaticLossScale(128.0, check=True)])
 def test_a_static_scale_skips_only_if_it_checks(rule):
     state = begin("O2", optax.sgd(1.0), rule)
