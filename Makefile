@@ -31,7 +31,7 @@ test-isa: $(VENV)/.test ## run numeric tests with AVX512, and with all instructi
 	XLA_FLAGS=--xla_cpu_max_isa=AVX512 $(PYTEST) -m "not h200" $(NUMERIC) $(ARGS)
 	XLA_FLAGS=--xla_cpu_max_isa= $(PYTEST) -m "not h200" $(NUMERIC) $(ARGS)
 
-test-all: test test-rest test-isa ## run every test
+test-all: test test-rest test-isa ## also run the slow tests
 
 # Each takes from minutes to hours; the first failure ends the run.
 nightly: sweep fuzz soak budgets tpu test-isa test-next ## run all checks that .ci/run leaves out

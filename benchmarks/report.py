@@ -19,11 +19,6 @@ HEAD = """# Results in full
 `benchmarks/results/`. Do not edit it.
 [Results](../../docs/results.md) explains the figures.
 """
-PEERS = """A cell shows three ratios to plain JAX: bytes moved and temporary memory of a
-large model compiled for an H200, and the time of a small model on two CPU cores (JAX
-0.12.0.1, jmp 0.0.4, mpx 0.1.8, Keras 3.15.1, 2026-11-25).
-
-"""
 ON_GPU = """The training steps are of GPT-2; the cells show medians (quartiles). The
 optimizer steps are of Adam at O5; the cells show medians (bandwidth). At an asterisk,
 the device waited for the host. `python -m benchmarks.predictions` predicts a training
@@ -143,31 +138,11 @@ def _stepped(row: dict[str, Any] | None) -> str:
     return f"{1e3 * row['median']:#.3g}{late} ({bandwidth:,.0f})"
 
 
-# Five models trained with jamp and other libraries in November 2026.
-
-
-def peers() -> str:
-    """Tabulates bytes, temporary memory and time on a CPU, relative to plain JAX."""
-    rows = list(map(json.loads, (FOLDER / "compared.jsonl").read_text().splitlines()))
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    found = {(row["who"], row["model"]): row for row in rows}
-    cells = []
-    for who in dict.fromkeys(row["who"] for row in rows):
-        line = [who]
-        for model in models:
-            row, plain = found[who, model], found["plain JAX", model]
-            ratios = [f"{row[k] / plain[k]:.2f}" for k in ("traffic", "temp")]
-            line.append("/".join([*ratios, f"{row['step'][1]:.2f}"]))
-        cells.append(line)
-    return table(["bytes/memory/time", *models], cells)
-
-
 def page() -> str:
     from benchmarks import convergence, fp8, host, moments, predictions, rounding
 
     runs = [json.loads(p.read_text()) for p in sorted(FOLDER.glob("gpu_*.json"))]
     sections = {
-        "Beside the peers": PEERS + peers(),
         "On an H100": ON_GPU + "\n\n".join(map(gpu_run, runs)),
         "Predictions for an H100": PREDICTED + predictions.rows_of(predictions.read()),
         "Training steps of 15 models": LEAN + lean_tables(),

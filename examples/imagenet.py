@@ -74,7 +74,10 @@ LINE += "  Scale {:g}  Skipped {:g}"
 
 # One step. Each device has its own images.
 def score(logits, labels):
-    """Returns each image's loss, and 100 for a hit in one and in five guesses."""
+    """Returns per image the loss, and 100 if the first, or one of five guesses, hits.
+
+    Padding has the label -1, and its loss is 0.
+    """
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     hits = jax.lax.top_k(logits, min(5, logits.shape[1]))[1] == labels[:, None]
     return jnp.where(labels < 0, 0, losses), 100.0 * hits[:, 0], 100.0 * hits.any(1)

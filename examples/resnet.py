@@ -16,7 +16,7 @@ ARCHS = {"resnet18": ((2, 2, 2, 2), False), "resnet50": ((3, 4, 6, 3), True)}
 class ResNet(nn.Module):
     """`bn_axis` names the mapped axis of BatchNorm's statistics, if any.
 
-    With fewer channels than 64 in the first layer, `width`, it runs on a CPU.
+    `width` is the number of channels in the first layer; a CPU needs fewer than 64.
     """
 
     arch: str

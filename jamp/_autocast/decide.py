@@ -36,7 +36,7 @@ class Decision(NamedTuple):
     dtype: Any  # the dtype in which it runs: float32, half or fp8
     why: str  # a short reason, see `Note.why`
     replacement: Replacement | None = None  # what computes it instead
-    own_casts: bool = False  # whether other equations may not read its casts
+    own_casts: bool = False  # whether no other equation reads its casts
 
 
 class Row(NamedTuple):

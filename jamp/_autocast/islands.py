@@ -135,13 +135,11 @@ def _island(
 
 def _is_carried(graph: Graph, place: int) -> bool:
     """Returns whether an equation computes a float32 result of the jaxpr."""
-    eqn, is_returned = (
-        graph.eqns[place],
-        lambda v: len(graph.eqns) in graph.readers_of([v]),
-    )
-    is_result = [dtype_of(v) == FLOAT32 and is_returned(v) for v in eqn.outvars]
+    eqn, end = graph.eqns[place], len(graph.eqns)
+    returned = [end in graph.readers_of([v]) for v in eqn.outvars]
+    in_float32 = all([dtype_of(v) == FLOAT32 for v in eqn.outvars])
     # JAX may leave a `jit` without results.
-    return is_result != [] and all(is_result) and may_be_inside(eqn)
+    return returned != [] and all(returned) and in_float32 and may_be_inside(eqn)
 
 
 def _with_rounded(

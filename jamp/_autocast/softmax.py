@@ -5,7 +5,7 @@
 
 A softmax divides an exponential by its own sum. The next matmul saves the result of the
 island in half anyway. If the derivative of the softmax reads this copy, the scores need
-not be saved, and XLA moves the bytes of a half model.
+not be saved, and XLA moves as many bytes as for a half model.
 
 If dropout follows, the matmul saves the output of the dropout, and the result would be
 one more saved array. If the scores are read in any case, such as by the derivative of a

@@ -53,18 +53,14 @@ class Value(NamedTuple):
     # is computed only from literals has no vote either, and takes the dtype of the
     # other operands.
     vote: Any = None
-    out_of_range: bool = (
-        False  # whether it may hold a literal that half cannot represent
-    )
+    out_of_range: bool = False  # whether it may hold a literal beyond half's range
     origin: Origin = Origin()  # the arrays that it is computed from
     # Whether it depends on half params, on kept params, or on other data.
     source: Source = Source.DATA
     # Whether it is an input of the whole jaxpr, or a part, a rearrangement or a
     # broadcast of inputs.
     is_input: bool = False
-    is_loop_invariant: bool = (
-        False  # whether it is the same in all iterations of the loop
-    )
+    is_loop_invariant: bool = False  # whether all iterations of the loop share it
     # Whether half may change a constant; None for a value that is not a constant.
     changes: bool | None = None
     # Whether it is computed elementwise from a float32 carry of a loop, or from a Ref.

@@ -147,7 +147,7 @@ class Writer:
         (new,) = call(function, operands, None, eqn, self.values.scope.cache)
         pairs = zip(eqn.outvars, results, strict=True)
         outvars = [self._bind(v, value) for v, value in pairs]
-        # Effects name the user's variables. Those with effects keep their variables.
+        # Effects refer to the user's variables, so the equation keeps them.
         self.eqns.append(new.replace(outvars=outvars, effects=eqn.effects))
 
     def _note(

@@ -36,9 +36,9 @@ _WHAT_IS_READ = (
 def to_checkpoint(state: AmpState) -> dict[str, Any]:
     """Returns the state as nested dicts of arrays, in the same form at every level.
 
-    The params are the float32 masters, so every level and plain Flax can read them. No
-    array is copied or rounded: a step that donates the state deletes the checkpoint's
-    arrays too, so write or copy them first. Flax's msgpack and Orbax can write the
+    The params are the float32 masters, so every level and plain Flax can read them. The
+    dicts share the state's float32 arrays. A step that donates the state deletes these,
+    so write or copy them first. Flax's msgpack and Orbax can write the
     dicts, because they contain typed PRNG keys as data. Orbax restores into
     `jax.eval_shape(to_checkpoint, state)`.
 

@@ -25,7 +25,7 @@ def parse_rules(name: str, value: Any) -> tuple[PathRule, ...]:
         elif not (isinstance(rule, re.Pattern) or callable(rule)):
             raise TypeError(
                 f"{name} must be a regex, a predicate (path, leaf) -> bool, or a list "
-                f"of them, found {rule!r}"
+                f"of them, got {rule!r}."
             )
     return rules
 

@@ -53,11 +53,11 @@ class Fp8:
         smallest: int | None = None,
     ):
         if not isinstance(grad_weight, bool):
-            raise TypeError(f"Fp8(grad_weight=) must be a bool, not {grad_weight!r}")
+            raise TypeError(f"Fp8(grad_weight=) must be a bool, got {grad_weight!r}.")
         is_number = isinstance(smallest, int) and not isinstance(smallest, bool)
         if smallest is not None and not (is_number and smallest > 0):
             raise ValueError(
-                f"Fp8(smallest=) must be a positive integer or None, found {smallest!r}"
+                f"Fp8(smallest=) must be a positive integer or None, got {smallest!r}."
             )
         object.__setattr__(self, "keep", parse_rules("Fp8(keep=)", keep))
         object.__setattr__(self, "grad_weight", grad_weight)

@@ -92,7 +92,7 @@ def _parse_fp8(value: Any) -> Fp8 | None:
     if isinstance(value, Fp8):
         return value
     if not isinstance(value, bool):
-        raise TypeError(f"fp8 must be a boolean or a jamp.Fp8, found fp8={value!r}")
+        raise TypeError(f"`fp8` must be a bool or a jamp.Fp8, got {value!r}.")
     return Fp8() if value else None
 
 
@@ -110,7 +110,7 @@ def _dtype_among(
             dtype = None
         if dtype is None or dtype not in legal:  # NumPy says None == float64
             names = ", ".join(map(str, legal)) + " or False" * or_false
-            raise ValueError(f"{name} must be one of {names}, found {name}={value!r}")
+            raise ValueError(f"`{name}` must be one of {names}, got {value!r}.")
         return dtype
 
     return parse
@@ -121,7 +121,7 @@ def _one_of(name: str, words: str, allowed: dict[Any, Any]) -> Callable[[Any], A
 
     def parse(value):
         if not isinstance(value, bool | str) or value not in allowed:
-            raise ValueError(f"{name} must be {words}, found {name}={value!r}")
+            raise ValueError(f"`{name}` must be {words}, got {value!r}.")
         return allowed[value]
 
     return parse
@@ -135,16 +135,16 @@ def _parse_loss_scale(value: Any) -> Any:
     scale = number(value, text=True)
     if not is_scale(scale):
         raise ValueError(
-            "loss_scale must be 'dynamic', a positive finite number of at most 2**126 "
-            "(also as a string), or a rule such as jamp.DynamicLossScale(), found "
-            f"loss_scale={value!r}"
+            "`loss_scale` must be 'dynamic', a positive finite number of at most "
+            "2**126 (also as a string), or a rule such as jamp.DynamicLossScale(), "
+            f"got {value!r}."
         )
     return scale
 
 
 def _parse_lists(value: Any) -> Any:
     if not isinstance(value, AutocastLists):
-        raise TypeError(f"lists must be a jamp.AutocastLists, found {value!r}")
+        raise TypeError(f"`lists` must be a jamp.AutocastLists, got {value!r}.")
     return value
 
 

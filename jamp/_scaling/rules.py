@@ -103,7 +103,7 @@ class _Rule:
 class DynamicLossScale(_Rule):
     """Multiplies the scale after `window` finite steps, and divides it on overflow.
 
-    A step is finite if all its gradients are:
+    A step is finite if its loss and all its gradients are:
 
         finite:      unskipped += 1;  at unskipped == window:
                      scale = min(scale * factor, max_scale), unskipped = 0

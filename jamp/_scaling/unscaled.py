@@ -51,7 +51,7 @@ class _Call(NamedTuple):
     finite: Callable[[], Any]
 
 
-# By the id of a leaf. All leaves of a call have one entry, until they are deleted.
+# Maps the id of each leaf to its call, until the leaf is deleted.
 _table: dict[int, _Call] = {}
 
 

@@ -81,7 +81,7 @@ def check(
             if skips >= max_consecutive_skips or at_floor:
                 raise FloatingPointError(
                     f"Loss {loss_id} skipped {skips} steps in a row, and its scale is "
-                    f"{scale:g}: the gradients are not finite at any scale. "
+                    f"{scale:g}: in each, the loss or a gradient was not finite. "
                     + (_ASK if locate is None else str(locate()))
                 )
         if verbosity > 0 and rule.check and np.any(skipped) and not jax.process_index():

@@ -85,7 +85,7 @@ def _square(x: np.ndarray) -> float:
 
 
 def _blocks(x: np.ndarray) -> Iterator[np.ndarray]:
-    """Returns the numbers of an array, in float32 or wider."""
+    """Yields the numbers of an array in blocks, in float32 or wider."""
     flat, dtype = x.reshape(-1), x.dtype if x.dtype.itemsize > 2 else np.float32
     for i in range(0, flat.size, _BLOCK):
         yield flat[i : i + _BLOCK].astype(dtype, copy=False)

@@ -95,7 +95,7 @@ class FusedRule(Hyperparameters, Rule):
         object.__setattr__(self, "static", static)
 
     def moments(self, params: PyTree) -> tuple[PyTree, ...]:
-        """Returns the trees of a new state."""
+        """Returns the moments of a new state, which are zeros."""
         return tuple(self.zeros(params, name) for name in self.state._fields[1:])
 
     def zeros(self, params: PyTree, name: str = "") -> PyTree:
