@@ -18,7 +18,12 @@ from jax.extend import core as jc
 
 from jamp._autocast.barriers import is_kept, is_reduction, with_barriers, with_kept_sums
 from jamp._autocast.calls import checkpointed
-from jamp._autocast.primitives import RECOMPUTABLE, primitive_name, traits_of
+from jamp._autocast.primitives import (
+    RECOMPUTABLE,
+    Shape,
+    primitive_name,
+    traits_of,
+)
 from jamp._autocast.scope import (
     Atom,
     dtype_of,
@@ -214,19 +219,24 @@ def fit_one_kernel(eqns: Sequence[jc.JaxprEqn], result: jc.Var) -> bool:
     """
     size, shape = size_of(result), shape_of(result)
     steps = _steps(eqns, size)
-    # Maps small floats to whether they differ along the rows.
-    differ = {v: False for v in inputs_of(eqns) if is_float(v) and size_of(v) < size}
+
+    def is_row(v: jc.Var) -> bool:
+        return len(shape_of(v)) == len(shape) and shape_of(v)[-1] != 1
+
+    small = [v for v in inputs_of(eqns) if is_float(v) and size_of(v) < size]
+    differ = {v: is_row(v) for v in small}  # whether they differ along the rows
     for eqn in eqns:
-        read = variables_in(eqn.invars)
-        multiplies = traits_of(primitive_name(eqn)).reads_operands
+        read, traits = variables_in(eqn.invars), traits_of(primitive_name(eqn))
         if read and differ.keys() >= set(read):
             along = any(differ[v] for v in read)
             if eqn.primitive.name == "broadcast_in_dim":
                 axis, *_ = eqn.params["broadcast_dimensions"][-1:] or (-1,)
                 ends = axis == len(shape_of(eqn.outvars[0])) - 1
                 along = ends and shape_of(read[0])[-1] != 1
+            elif traits.shape is Shape.RESHAPE:
+                along = is_row(eqn.outvars[0])
             differ.update(dict.fromkeys(eqn.outvars, along))
-        elif multiplies and any(differ.get(v) for v in read):
+        elif traits.reads_operands and any(differ.get(v) for v in read):
             if _ROW in [steps.get(v) for v in read]:
                 return False
         if is_reduction(eqn) and variables_in(eqn.invars, size):

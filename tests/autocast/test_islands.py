@@ -382,22 +382,30 @@ def test_a_users_checkpoint_policy_saves_no_value_of_jamp():
     [
         (-1, 32, None, True),
         (-1, 32, lambda g: g[:, None], True),
-        (-1, 32, lambda g: g[None], False),
+        (-1, 32, lambda g: g, False),
+        (-1, 32, lambda g: g.reshape(1, 1, -1), False),
+        (-1, 32, lambda g: g.reshape(1, -1, 1), True),
         (0, 32, None, False),
         (-1, 20_480, None, False),
     ],
 )
+@pytest.mark.parametrize("level", ["O4", "O5"])
 def test_a_gpu_recomputes_sums_only_in_rows_that_fit_a_kernel(
-    axis, length, scale, recomputes
+    level, axis, length, scale, recomputes
 ):
-    def loss(x, w, keep, g):
-        y = jnp.where(keep, jax.nn.softmax(x @ w, axis) / 0.9, 0)
-        y = y if scale is None else y * scale(g)
-        return jnp.square(y @ w.T).sum()
+    properties = jamp.Properties.from_opt_level(level)
 
-    x, w = jnp.ones((32, 8)), jnp.ones((8, length))
-    grads = jax.grad(jamp.autocast(loss, jnp.bfloat16))
-    text = str(jax.make_jaxpr(grads)(x, w, jnp.ones((32, length), bool), jnp.ones(32)))
+    def loss(params, x, keys, keep):
+        w, g = params
+        y = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", x @ w, keys), axis)
+        y = y if scale is None else y * scale(g.astype(y.dtype))
+        return jnp.where(keep, y / 0.9, 0) @ keys
+
+    dtype = properties.cast_model_type or jnp.float32
+    params = jnp.ones((8, 8), dtype), jnp.ones(32, dtype)
+    x, keys = jnp.ones((2, 32, 8)), jnp.ones((2, length, 8))
+    grads = jax.grad(lambda *args: jamp.cast_forward(loss, properties)(*args).sum())
+    text = str(jax.make_jaxpr(grads)(params, x, keys, jnp.ones((32, length), bool)))
     assert ("jamp_sum" in text) == recomputes
 
 
