@@ -110,7 +110,9 @@ ON_TPU = {
     "O5": Bound(1.035, 1.02),
 }
 # At widest, embedding tables or a class token are float32, so torch's rules make the
-# stream float32. With a float32 stream by hand, bert-heads moves 1.01 of the bytes.
+# stream float32. With a float32 stream by hand, bert-heads moves 1.01 of the bytes. In
+# the head of a BERT, a gelu and a norm are one island, whose float32 cotangents are not
+# rounded (0.02).
 EXCEPTIONS_ON_TPU = {
     ("vit", "widest"): Bound(1.12, 1.12),  # 1.112 and 1.110
     ("vit-matmul", "widest"): Bound(1.22, 1.22),  # 1.208 and 1.203
@@ -119,8 +121,9 @@ EXCEPTIONS_ON_TPU = {
     ("gpt2-heads", "widest"): Bound(1.13, 1.13),  # 1.119 and 1.116
     ("llama", "widest"): Bound(1.07, 1.14),  # 1.061 and 1.128
     ("linen", "widest"): Bound(1.21, 1.19),  # 1.196 and 1.173
-    ("bert", "widest"): Bound(1.12, 1.10),  # 1.110 and 1.088
-    ("bert-heads", "widest"): Bound(1.29, 1.09),  # 1.271 and 1.072
+    ("bert", "widest"): Bound(1.14, 1.10),  # 1.130 and 1.088
+    ("bert-heads", "widest"): Bound(1.30, 1.09),  # 1.291 and 1.014
+    ("bert-sure", "widest"): Bound(1.14, 1.11),  # 1.133 and 1.097
     # A batch of 64, whose gelus have a barrier, as in ViT (50 MB per block).
     ("bert-short", "widest"): Bound(1.19, 1.22),  # 1.170 and 1.203
     ("bert-short", "narrowest"): Bound(1.02, 1.16),  # 0.874 and 1.149
