@@ -368,7 +368,7 @@ def draw_bytes():
                 left += size
             axes.plot([left, left], [row - 0.4, row + 0.4], color=DARK, lw=1.5)
             axes.text(left - 0.1, row + 0.36, kind, ha="right", va="bottom", fontsize=9)
-        axes.text(left + 0.3, row, f"{left} bytes", va="center", weight="bold")
+        axes.text(left + 0.3, row, f"{left:g} bytes", va="center", weight="bold")
     axes.set_yticks((0, 1), ("16-bit\nremainders", "float32\nmasters"))
     axes.set(xlabel="bytes per parameter: one step of fused_adam at O5, one large leaf")
     axes.set(xlim=(0, 34), ylim=(-0.5, 1.7))
