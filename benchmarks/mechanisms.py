@@ -169,6 +169,11 @@ MECHANISMS = {
         "case.Case._keeps_digits",
         _gives(False),
     ),
+    "arrays": Mechanism(
+        "A constant array whose largest number half cannot hold keeps float32.",
+        "values.array_exceeds_half",
+        _gives(False),
+    ),
     "loops": Mechanism(
         "Operations that only rearrange a scan's constants run before the scan.",
         "transform.moves_taken_out",

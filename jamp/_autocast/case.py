@@ -155,7 +155,8 @@ class Case:
             return next(iter(votes))
         # An equation with several results, such as a barrier, would round each of them.
         narrow = not self.values.widest and len(self.eqn.outvars) == 1
-        if narrow and any([self._is_kept(value) for value in self.by_size()[0]]):
+        of_model = narrow and self.values.scope.policy.of_model
+        if of_model and any([self._is_kept(value) for value in self.by_size()[0]]):
             return FLOAT32
         if narrow or self.bias is not None:
             in_half = [value for value in self.given if value.vote == half]
@@ -170,13 +171,12 @@ class Case:
     def _passes_numbers(self) -> bool:
         """Whether a result may be beyond half's range like an operand.
 
-        `(1 - mask) * -1e9` is as large as its literal, for a float32 mask.
+        `(1 - mask) * -1e9` is as large as its literal, and `mask * 1e-16` as small.
         """
         if self.rule is Rule.MOVE or self.traits.keeps_range:
             return True
-        half = self.values.half
-        joins = all([value.out_of_range or value.vote != half for value in self.given])
-        return joins and not self._shrinks()
+        votes = {value.vote for value in self.given if not value.out_of_range} - {None}
+        return self.values.half not in votes and not (votes and self._shrinks())
 
     def _keeps_digits(self) -> bool:
         """Whether it does not round, and half may change an operand.
@@ -219,7 +219,7 @@ class Case:
             if value.out_of_range or value.carried or not isinstance(bias, jc.Var):
                 continue
             if is_float32(bias):
-                if value.is_input and origins.is_bias(
+                if self.values.may_be_bias(bias) and origins.is_bias(
                     bias, value.origin, of_matmul.origin, self.eqn.outvars[0]
                 ):
                     return bias

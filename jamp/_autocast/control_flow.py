@@ -83,9 +83,7 @@ def _scan(rewriter: Rewriter, eqn: jc.JaxprEqn, subs: list[Subjaxpr]) -> None:
     given = values.closed(eqn.invars, carries)
     for i, v in enumerate(eqn.invars):
         value = values[v]
-        given[i] = given[i]._replace(
-            out_of_range=value.out_of_range, is_loop_invariant=i < sub.consts
-        )
+        given[i] = given[i]._replace(is_loop_invariant=i < sub.consts)
         if i >= fixed:
             given[i] = given[i]._replace(vote=value.vote, dtype=value.outgoing)
     in_half = _half_carries(rewriter, eqn, sub, given)

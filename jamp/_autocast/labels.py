@@ -22,6 +22,7 @@ from jax.extend import core as jc
 from jamp._autocast.calls import call
 from jamp._autocast.graph import Graph, inputs_of, may_be_inside, variables_in
 from jamp._autocast.scope import (
+    LARGEST,
     Atom,
     is_float32,
     shape_of,
@@ -29,8 +30,6 @@ from jamp._autocast.scope import (
     size_of_shape,
 )
 from jamp._autocast.sums import as_indices
-
-_LARGEST = 2**22  # larger index arrays are not evaluated
 
 
 def labels_in(graph: Graph) -> dict[jc.Var, jc.JaxprEqn]:
@@ -125,7 +124,7 @@ def _constant(atom: Atom, graph: Graph) -> np.ndarray | None:
     # The result must be the same at any time and on every device, unlike a callback's.
     if not (read <= known and all(map(may_be_inside, eqns))):
         return None
-    if any(size_of(v) > _LARGEST for v in (atom, *known)):
+    if any(size_of(v) > LARGEST for v in (atom, *known)):
         return None
     constant = jaxpr.replace(invars=[], outvars=[atom], eqns=eqns)
     with jax.ensure_compile_time_eval(), jax.default_device(_host()):

@@ -253,10 +253,9 @@ SOURCES = {name: source for source, name in _NAMES.items()}
 
 
 def shown_params[T](tree: T, policy: Any) -> T:
-    """Casts params to float32 for the user's program, and marks them under a `Policy`.
+    """Casts half params to float32 for the user's program, and marks all params.
 
-    It marks the params of a half model. With fp8 it marks all params, which shows the
-    weights of matmuls.
+    The marks say which values are weights and biases under a `Policy`.
     """
     half, fp8 = policy.dtype if policy.of_model else None, policy.fp8
 
@@ -269,7 +268,7 @@ def shown_params[T](tree: T, policy: Any) -> T:
             source |= Source.STAYS
         return name_p.bind(x.astype(FLOAT32), name=_NAMES[source])
 
-    return jax.tree.map_with_path(leaf, tree) if half or fp8 else tree
+    return jax.tree.map_with_path(leaf, tree)
 
 
 def at_boundary[T](tree: T) -> T:

@@ -9,9 +9,11 @@ import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.extend import core as jc
 from jax.typing import DTypeLike
 
@@ -56,6 +58,7 @@ class Policy:
     # Whether autocast casts only matmuls with half params.
     of_model: bool = False
     fp8: Any = None  # a `Products` of `_fp8`, where matmuls run in fp8
+    marked: bool = False  # whether the params have marks
 
 
 class Scope(NamedTuple):
@@ -215,6 +218,7 @@ class _Unknown(dict[str, Any]):
 
 
 _LARGE = 2**24
+LARGEST = 2**22  # the largest size of a constant that autocast reads or computes
 
 
 def shape_of(atom: Atom) -> tuple[int, ...]:
@@ -256,6 +260,20 @@ def exceeds_half(number: float, half: Any) -> bool:
     size, limits = abs(number), jnp.finfo(half)
     # Half can hold infinities, zero and NaN.
     return float(limits.max) < size < np.inf or 0 < size < float(limits.tiny)
+
+
+def array_exceeds_half(x: Any, half: Any) -> bool:
+    """Returns whether half cannot hold the largest number of a constant array.
+
+    An example is a mask with -1e9. An array that is large, or not known here, counts as
+    in range.
+    """
+    is_known = not isinstance(x, Tracer) and getattr(x, "is_fully_addressable", True)
+    if not is_known or np.size(x) > LARGEST:
+        return False
+    sizes = np.abs(jax.device_get(x))
+    largest = np.max(sizes, where=np.isfinite(sizes), initial=0)
+    return exceeds_half(float(largest), half)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -111,6 +111,7 @@ def scope_of(
     promote: Promote,
     of_model: bool = False,
     fp8: Any = None,
+    marked: bool = False,
 ) -> Scope:
     """Returns the scope of a whole jaxpr, from the arguments of `autocast`."""
     try:
@@ -126,7 +127,7 @@ def scope_of(
         raise TypeError(
             f"`lists` must be a jamp.AutocastLists, got {short_repr(lists)}."
         )
-    return Scope(Policy(half, lists, promote, of_model, fp8))
+    return Scope(Policy(half, lists, promote, of_model, fp8, marked))
 
 
 def rewritten_jaxpr(

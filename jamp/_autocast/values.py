@@ -28,6 +28,7 @@ from jamp._autocast.scope import (
     NO_MODEL,
     Atom,
     Scope,
+    array_exceeds_half,
     changes_in_half,
     dtype_of,
     exceeds_half,
@@ -53,7 +54,7 @@ class Value(NamedTuple):
     # is computed only from literals has no vote either, and takes the dtype of the
     # other operands.
     vote: Any = None
-    out_of_range: bool = False  # whether it may hold a literal beyond half's range
+    out_of_range: bool = False  # whether it may hold a constant beyond half's range
     origin: Origin = Origin()  # the arrays that it is computed from
     # Whether it depends on half params, on kept params, or on other data.
     source: Source = Source.DATA
@@ -150,8 +151,12 @@ class Values:
         self._stack: Any = None  # the name stack of the last equation
         self._region: tuple[Rule | None, str] | None = None  # its region
         self.known = {
-            v: self.unknown(v)._replace(is_input=True, changes=is_float32(v) or None)
-            for v in jaxpr.constvars
+            v: self.unknown(v)._replace(
+                out_of_range=is_float32(v) and array_exceeds_half(const, self.half),
+                is_input=True,
+                changes=is_float32(v) or None,
+            )
+            for v, const in zip(jaxpr.constvars, jaxpr.consts, strict=True)
         }
         given = given or list(map(self.unknown, jaxpr.invars))
         self.known.update(zip(jaxpr.invars, given, strict=True))
@@ -185,6 +190,12 @@ class Values:
         is_half = self.scope.policy.of_model
         return value.is_half_param if is_half else value.is_kept_param
 
+    def may_be_bias(self, atom: Atom) -> bool:
+        """Returns whether a value is a param. Without marks, any input may be one."""
+        value = self[atom]
+        is_marked = self.scope.policy.marked
+        return value.is_input and not (is_marked and Source.DATA in value.source)
+
     def depends_on_params(self, atom: Atom) -> bool:
         """Returns whether a value depends on a param. It may depend on data too."""
         return bool(self[atom].source & (Source.HALF | Source.KEPT))
@@ -199,6 +210,7 @@ class Values:
         given = [self[v] for v in operands]
         closed = [
             self.unknown(v)._replace(
+                out_of_range=value.out_of_range,
                 source=value.source,
                 carried=value.carried,
                 is_input=value.is_input,
@@ -274,7 +286,8 @@ class Values:
         matmul inside runs in float32, like a matmul of this weight.
         """
         given = [self[v] for v in eqn.invars]
-        weighted = any(value.is_kept_param for value in given)
+        of_model = self.scope.policy.of_model
+        weighted = of_model and any(value.is_kept_param for value in given)
         within = Source.DATA if weighted else joint_source(given)
         subs = subjaxprs_of(eqn)
         closed = not subs or subs[0].kind is Kind.CALL and not subs[0].is_open

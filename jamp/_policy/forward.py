@@ -70,12 +70,15 @@ def under_policy(
         is_new = half in [getattr(x, "dtype", None) for x in jax.tree.leaves(params)]
     else:
         is_new = policy.value != properties
-    if is_new and (scope := scope_by(properties)):
+    if (is_new or not half) and (scope := scope_by(properties)):
 
         def shown(params, /, *args, **kwargs):
             return fn(shown_params(params, scope.policy), *args, **kwargs)
 
-        written = write(scope, fn) if write else autocast_in(scope, shown)
+        if is_new:
+            written = write(scope, fn) if write else autocast_in(scope, shown)
+        elif not write:
+            written = shown  # the params of another model, such as a teacher
     if policy.value == properties:
         yield written
         return
@@ -94,7 +97,7 @@ def scope_by(properties: Properties) -> Scope | None:
         return None
     options = properties.lists, properties.promote
     fp8 = properties.fp8 and Products(properties.fp8)
-    return scope_of(dtype, *options, of_model=bool(half), fp8=fp8)
+    return scope_of(dtype, *options, of_model=bool(half), fp8=fp8, marked=True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -72,7 +72,7 @@ def residual(w, x):
 
 
 MATRIX, MATRICES = (4, 4), (3, 4, 4)
-SQUARE = jnp.eye(4)
+SQUARE, FAR = jnp.eye(4), np.full((4, 4), 1e-39, np.float32)
 SQUARES = MATRIX, MATRIX
 OF_BIAS = (4,), *SQUARES
 NARROWEST = {"promote": "narrowest"}
@@ -97,6 +97,9 @@ EXAMPLES = {
     ),
     "lookups": Example(lambda w: w[jnp.zeros(4, int)], (MATRIX,), "O5"),
     "numbers": Example(lambda w, x: jnp.minimum(x @ w, 1 - 1e-6), SQUARES),
+    "arrays": Example(
+        lambda w, x: standardised(x @ w + FAR) @ w, SQUARES, "O4", NARROWEST
+    ),
     "weights, cotangent copies, islands of loops": Example(rnn, (*SQUARES, MATRICES)),
     "loops": Example(lstm, (*SQUARES, MATRICES)),
     "half params": Example(lambda a, x, w: x @ w + a * 3.0, (MATRIX, *SQUARES), "O5"),
@@ -204,12 +207,22 @@ def bounded():
     return np.abs(np.asarray(got, float) / 1e-4 - 1).max() / 10
 
 
+def distant():
+    """Masks all scores of a row by -1e9, which float16 cannot hold."""
+    mask = np.full((4, 4), -1e9, np.float32)
+    fn = lambda w, x: nn.softmax(x @ w + mask)  # noqa: E731
+    written = jamp.cast_forward(fn, jamp.Properties.from_opt_level("O3"))
+    got = written(jnp.zeros((4, 4), jnp.float16), jnp.zeros((4, 4)))
+    return np.nan_to_num(np.abs(np.asarray(got, float) - 0.25).max(), nan=1.0)
+
+
 # Each returns an error relative to float64, which a mechanism for accuracy keeps small.
 ERRORS = {
     "bias sums": bias_gradient,
     "ratios": quotient,
     "lookups": table_gradient,
     "numbers": bounded,
+    "arrays": distant,
     "smaller": norm,
     "half params": scaled_exponential,
     "float32 carries": total,

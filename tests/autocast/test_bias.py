@@ -141,3 +141,43 @@ def test_a_kept_param_of_the_size_of_a_half_value_is_added_in_float32(level):
     loss, grads = jax.jit(jamp.scaled_value_and_grad(loss_fn))(state, X)
     np.testing.assert_allclose(loss, (H + SHIFT[Z]).mean(), atol=0.005)
     np.testing.assert_allclose(grads["shift"], np.full(4, 1 / 4), rtol=0.01)
+
+
+MEAN = np.float32([100.3, 77.7, -90.1, 128.9, 55.5, -31.3, 99.9, 250.1])
+# Each adds a vector of the batch, or a constant, that has the size of a bias.
+VECTORS = {
+    "an argument": lambda p, x, mean: x @ p["wide"] + mean,
+    "a row": lambda p, x, mean: x @ p["wide"] + jnp.stack([mean, mean])[1],
+    "a constant": lambda p, x, mean: MEAN + x @ p["wide"],
+    "a constant array": lambda p, x, mean: x @ p["wide"] + jnp.asarray(MEAN),
+    "in a jit": lambda p, x, mean: jax.jit(add)(p["wide"], x, mean),
+    "in a custom_vjp": lambda p, x, mean: add_vjp(p["wide"], x, mean),
+    "under vmap": lambda p, x, mean: jax.vmap(lambda x: x @ p["wide"] + mean)(x),
+    "in a scan": lambda p, x, mean: jax.lax.scan(
+        lambda c, _: (c, x @ p["wide"] + mean), 0.0, None, 1
+    )[1][0],
+    "beside a param": lambda p, x, mean: x @ p["wide"] + (mean + 0 * p["series"]),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", VECTORS)
+def test_where_the_params_are_known_other_vectors_are_no_biases(name, level):
+    forward = jamp.cast_forward(VECTORS[name], jamp.Properties.from_opt_level(level))
+    got = jax.jit(forward)(P, X, jnp.asarray(MEAN))
+    error = 4 * float(jnp.finfo("float16" if level == "O1" else "bfloat16").eps)
+    np.testing.assert_allclose(got, HIDDEN + np.float64(MEAN), rtol=1e-6, atol=error)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_params_are_biases_in_losses_and_of_teachers(level):
+    def layer(params, x):
+        return x @ params["wide"] + params["series"]
+
+    state = make(level, P, apply_fn=layer, loss_scale=1.0)
+
+    def loss_fn(params, x, others):
+        return (layer(params, x) - state.apply_fn(others, x)).sum()
+
+    found = jamp.explain(loss_fn)(state, X, P).operations
+    assert [op.why for op in found if op.primitive == "add"] == ["bias", "bias"]

@@ -483,9 +483,9 @@ BAD = {
     "matches no leaf.*paths: head": lambda: state_of(STACK, fp8=jamp.Fp8(keep="block")),
     r"Fp8\(keep=\)='\(' is not a regex": lambda: jamp.Fp8(keep="("),
     r"Fp8\(keep=\) must be a regex, a pred": lambda: jamp.Fp8(keep=3),
-    "grad_weight=.* must be a bool, not 1": lambda: jamp.Fp8(grad_weight=1),
-    "smallest=.* positive integer or None, found 0": lambda: jamp.Fp8(smallest=0),
-    "smallest=.*found True": lambda: jamp.Fp8(smallest=True),
+    "grad_weight=.* must be a bool, got 1": lambda: jamp.Fp8(grad_weight=1),
+    "smallest=.* positive integer or None, got 0": lambda: jamp.Fp8(smallest=0),
+    "smallest=.*got True": lambda: jamp.Fp8(smallest=True),
 }
 
 

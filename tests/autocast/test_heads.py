@@ -268,9 +268,9 @@ def test_indices_are_computed_on_the_host(monkeypatch):
     """The accelerator may be busy or belong to another program."""
     found, original = [], np.asarray
 
-    def spy(x, *args):
+    def spy(x, *args, **options):
         found.extend(x.devices() if isinstance(x, jax.Array) else ())
-        return original(x, *args)
+        return original(x, *args, **options)
 
     monkeypatch.setattr(labels.np, "asarray", spy)
     mean = lambda w: LOSSES["rows"](X @ w, LABELS).mean()  # noqa: E731

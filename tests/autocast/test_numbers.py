@@ -13,6 +13,7 @@ import scipy.special
 from jax import lax
 
 import jamp
+from jamp._autocast.scope import array_exceeds_half
 from tests.support.extent import slow_except
 from tests.support.programs import evaluate
 from tests.support.states import make
@@ -129,6 +130,82 @@ def test_numbers_next_to_1_keep_their_digits(name, level):
     _, got = evaluate(grad, state, X)[0]
     # float32 holds 1 - 1e-6 with an error of 3 % of 1e-6.
     np.testing.assert_allclose(got, want, rtol=0.04, atol=0.002)
+
+
+FAR = np.float32([1] * 7 + [1e10])
+MASK = np.where(np.arange(32)[:, None] < 5, np.float32(-1e9), 0) * np.ones(8)
+MASK = MASK.astype(np.float32)
+SCORES = jnp.asarray(MASK)  # the first rows are masked as a whole
+WEIGHTS = np.where(MASK < 0, 1 / 8, scipy.special.softmax(H, -1))
+RELU = np.maximum(H, 0)
+ZEROS, LEFT = (RELU == 0).astype(float), np.maximum(-H, 0) * (H[:, :1] > 0)
+
+
+def near_zero(h):
+    """The mask of Moindrot's triplet loss, where a root has no derivative."""
+    zeros = (jax.nn.relu(h) == 0).astype(jnp.float32)
+    return jnp.log(jax.nn.relu(h) + zeros * 1e-16) * (1 - zeros)
+
+
+def ratio(h):
+    gate = (h[:, :1] > 0).astype(h.dtype)
+    right, left = jax.nn.relu(h), jax.nn.relu(-h) * gate
+    return right / (right + left + np.full(8, 1e-9, np.float32))
+
+
+# Functions with arrays that float16 cannot hold, and their values.
+RANGES = {
+    "the last distance of a NeRF": (
+        lambda h: jnp.exp(
+            -jax.nn.relu(h) * (FAR * jnp.linalg.norm(X, axis=-1, keepdims=True))
+        ),
+        np.exp(-RELU * FAR * np.linalg.norm(H, axis=-1, keepdims=True)),
+    ),
+    "a mask": (lambda h: jax.nn.softmax(h + MASK), WEIGHTS),
+    "a mask in a scan": (
+        lambda h: jax.lax.scan(
+            lambda c, h: (c, jax.nn.softmax(h @ EYE + SCORES)), 0.0, h[None]
+        )[1][0],
+        WEIGHTS,
+    ),
+    "a mask in a jit": (
+        lambda h: jax.jit(lambda h, m: jax.nn.softmax(h @ EYE + m))(h, SCORES),
+        WEIGHTS,
+    ),
+    "a mask in a checkpoint": (
+        lambda h: jax.checkpoint(lambda h: jax.nn.softmax(h + SCORES))(h),
+        WEIGHTS,
+    ),
+    "a tiny array": (ratio, RELU / (RELU + LEFT + 1e-9)),
+    "a tiny mask": (near_zero, np.log(RELU + ZEROS) * (1 - ZEROS)),
+}
+
+
+@pytest.mark.parametrize("level", slow_except(["O2"], HALVES))
+@pytest.mark.parametrize("name", RANGES)
+def test_arrays_beyond_the_range_of_half_are_float32(name, level):
+    """A softmax of -1e9 alone has equal weights, and of -inf it is NaN."""
+    function, want = RANGES[name]
+    state = make(level, {"w": EYE}, loss_scale=1.0)
+
+    def loss_fn(params, x):
+        out = function(x @ params["w"])
+        return out.sum(), out
+
+    grad = jamp.scaled_value_and_grad(loss_fn, has_aux=True)
+    (_, got), grads = evaluate(grad, state, X)
+    np.testing.assert_allclose(got, want, rtol=0.01, atol=0.005)
+    assert np.isfinite(grads["w"]).all()
+
+
+@pytest.mark.parametrize("largest", [6e4, 7e4, 1e-3, 1e-9])
+def test_an_array_counts_by_its_largest_number(largest):
+    """Trained weights may have tiny numbers among larger ones."""
+    array = np.float32([0, -np.inf, 1e-12, -largest])
+    exceeds = largest in (7e4, 1e-9)
+    assert array_exceeds_half(array, np.float16) == exceeds
+    assert array_exceeds_half(jnp.asarray(array), np.float16) == exceeds
+    assert not array_exceeds_half(np.float32([]), np.float16)
 
 
 @pytest.mark.parametrize("promote", ["widest", "narrowest"])
