@@ -3,6 +3,8 @@
 The other values are added in float32, as with torch's rules.
 """
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -127,6 +129,14 @@ BIASES = {
 def test_inputs_and_their_parts_are_biases(name):
     found = jamp.explain(BIASES[name])(P, X)
     assert "bias" in {op.why for op in found.operations}, found
+
+
+@pytest.mark.parametrize("name", [name for name in BIASES if name != "a constant"])
+def test_a_level_and_autocast_write_the_same_program(name):
+    fn, level = BIASES[name], jamp.Properties.from_opt_level("O4")
+    forms = jamp.cast_forward(fn, level), jamp.autocast(fn, "bfloat16")
+    first, second = (str(jax.make_jaxpr(form)(P, X)) for form in forms)
+    assert re.sub("0x[0-9a-f]+", "", first) == re.sub("0x[0-9a-f]+", "", second)
 
 
 def loss_fn(params, x):
