@@ -227,7 +227,7 @@ def _replaced(lists: AutocastLists) -> Iterator[Replaced]:
         yield Replaced(Itself(module), name, hows[rule])
 
 
-# ---- half models, in which autocast casts only matmuls with half params
+# ---- params, and the boundaries of half models
 
 
 class Source(enum.Flag):
