@@ -216,13 +216,15 @@ class Case:
         """Returns the bias that it adds to a matmul in half, or None."""
         pairs = list(zip(self.eqn.invars, self.given, strict=True))
         for (_, of_matmul), (bias, value) in (pairs, pairs[::-1]):
-            if value.out_of_range or value.carried or not isinstance(bias, jc.Var):
+            if not isinstance(bias, jc.Var) or not is_float32(bias):
                 continue
-            if is_float32(bias):
-                if self.values.may_be_bias(bias) and origins.is_bias(
-                    bias, value.origin, of_matmul.origin, self.eqn.outvars[0]
-                ):
-                    return bias
+            # Without marks, each input may be a param.
+            is_data = self.values.scope.policy.marked and Source.DATA in value.source
+            if is_data or value.out_of_range or value.carried or not value.is_input:
+                continue
+            origin, result = of_matmul.origin, self.eqn.outvars[0]
+            if origins.is_bias(bias, value.origin, origin, result):
+                return bias
         return None
 
     def _normalizes(self) -> bool:

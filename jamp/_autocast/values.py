@@ -190,12 +190,6 @@ class Values:
         is_half = self.scope.policy.of_model
         return value.is_half_param if is_half else value.is_kept_param
 
-    def may_be_bias(self, atom: Atom) -> bool:
-        """Returns whether a value is a param. Without marks, any input may be one."""
-        value = self[atom]
-        is_marked = self.scope.policy.marked
-        return value.is_input and not (is_marked and Source.DATA in value.source)
-
     def depends_on_params(self, atom: Atom) -> bool:
         """Returns whether a value depends on a param. It may depend on data too."""
         return bool(self[atom].source & (Source.HALF | Source.KEPT))

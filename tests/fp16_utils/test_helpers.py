@@ -172,7 +172,7 @@ HALF = floats(F16)
 to_masters, to_model = fu.model_grads_to_master_grads, fu.master_params_to_model_params
 REFUSED = [
     (lambda: fu.convert_module([1], F16), r"mapping of .* got \[1\]"),
-    (lambda: fu.convert_module({}, "int8"), "^dtype must be .*dtype='int8'"),
+    (lambda: fu.convert_module({}, "int8"), "^`dtype` must be .*got 'int8'"),
     (lambda: fu.prep_param_lists({"n": jnp.arange(2)}), r"params\['n'\] is .* floats"),
     (lambda: to_masters({"w": None}, [jnp.ones(3)], True), "none may be missing"),
     (lambda: to_model(HALF, {"w": HALF["w"]}), "must be like the params"),
