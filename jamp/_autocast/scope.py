@@ -266,10 +266,11 @@ def array_exceeds_half(x: Any, half: Any) -> bool:
     """Returns whether half cannot hold the largest number of a constant array.
 
     An example is a mask with -1e9. An array that is large, or not known here, counts as
-    in range.
+    in range, and so does a Ref.
     """
-    is_known = not isinstance(x, Tracer) and getattr(x, "is_fully_addressable", True)
-    if not is_known or np.size(x) > LARGEST:
+    is_array = isinstance(x, jax.Array | np.ndarray) and not isinstance(x, Tracer)
+    is_known = is_array and getattr(x, "is_fully_addressable", True)
+    if not is_known or x.size > LARGEST:
         return False
     sizes = np.abs(jax.device_get(x))
     largest = np.max(sizes, where=np.isfinite(sizes), initial=0)

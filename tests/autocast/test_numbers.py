@@ -206,6 +206,7 @@ def test_an_array_counts_by_its_largest_number(largest):
     assert array_exceeds_half(array, np.float16) == exceeds
     assert array_exceeds_half(jnp.asarray(array), np.float16) == exceeds
     assert not array_exceeds_half(np.float32([]), np.float16)
+    assert not array_exceeds_half(jax.new_ref(jnp.asarray(array)), np.float16)
 
 
 @pytest.mark.parametrize("promote", ["widest", "narrowest"])
